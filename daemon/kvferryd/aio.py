@@ -209,10 +209,11 @@ async def to_the_end(steps: Iterable[Coroutine[None, None, None]]) -> None:
 class Tasks(set["asyncio.Task[None]"]):
     """Work that outlasts whoever started it, until it has ended."""
 
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self.add(task)
         task.add_done_callback(self.discard)
+        return task
 
     async def end(self) -> None:
         """Cancel them all, and return when they have ended."""
@@ -220,6 +221,28 @@ class Tasks(set["asyncio.Task[None]"]):
             task.cancel()
         if self:
             await asyncio.wait(self)
+
+
+class Timer:
+    """Rings once, at the time for which it was set last, by the loop's clock."""
+
+    def __init__(self, ring: Callable[[], object]) -> None:
+        self._ring = ring
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, at: float | None) -> None:
+        """None: it does not ring."""
+        if self._handle is not None:
+            if self._handle.when() == at:
+                return
+            self._handle.cancel()
+            self._handle = None
+        if at is not None:
+            self._handle = asyncio.get_running_loop().call_at(at, self._rings)
+
+    def _rings(self) -> None:
+        self._handle = None
+        self._ring()
 
 
 class Notes:

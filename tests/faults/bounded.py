@@ -1,6 +1,6 @@
 """Daemons with bounds of another size, where the real one would take an hour, or thousands of connections.
 
-bounded(monkeypatch, {"kvferryd.peers.peers.IDLE_S": 0.5})
+bounded(monkeypatch, {"kvferry.protocol.peers.IDLE_S": 0.5})
 (daemon,) = await daemons.start("idle")
 """
 

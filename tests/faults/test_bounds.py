@@ -316,7 +316,7 @@ async def test_a_peer_that_is_not_read_from_for_long_is_forgotten(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When another one is met: a fleet that replaces its pods leaves no trace."""
-    bounded(monkeypatch, {"kvferryd.peers.peers.IDLE_S": 1.0})
+    bounded(monkeypatch, {"kvferry.protocol.peers.IDLE_S": 1.0})
     (here,), (there,), (beside,) = [await daemons.start(f"idle-{name}") for name in ("r", "s", "t")]
     reader, router = await engine_on(stack, "idle-r", here)
     source, _ = await engine_on(stack, "idle-s", there)

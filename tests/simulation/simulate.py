@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import book_world
 import keeper_world
+import peers_world
 import requests_world
 import source_world
 from violation import Violation
@@ -26,6 +27,7 @@ WORLDS = {
     "keeper": keeper_world.World,
     "requests": requests_world.World,
     "book": book_world.World,
+    "peers": peers_world.World,
 }
 
 

@@ -18,11 +18,11 @@ import numpy as np
 from cachetools import Cache
 from stepped import Daemon
 
-from kvferry.protocol import lease, leases, packing, parts, readers, serving
+from kvferry.protocol import lease, leases, packing, parts, peers, readers, serving
 from kvferryd import aio
 from kvferryd.api import callers
 from kvferryd.engine import registry
-from kvferryd.peers import peer, peers, reader_stream
+from kvferryd.peers import peer, reader_stream
 from kvferryd.staging import share
 from kvferryd.transfers import ranks
 from kvferryd.transfers.order import Reservation
@@ -125,7 +125,7 @@ UNDER_WAY: dict[str, Row] = {
     "Waits._requests": lambda kept: kept.config.max_leases,
     "Waits._request_of": lambda kept: 2 * kept.others * kept("Waits._requests"),
     "Waits._at": lambda kept: kept("Waits._request_of"),
-    "Alarms._at": lambda kept: kept("Leases._live") + kept("Packing._held"),
+    "Alarms._at": lambda kept: kept("Leases._live") + kept("Packing._held") + kept("Askings._at"),
     "Alarms._heap": lambda kept: 2 * kept("Alarms._at") + 64,
     "Lease.queued": lambda kept: lease.MAX_FENCED * kept("Leases._live"),
     "Publication.tables": lambda kept: kept("Leases._live"),
@@ -145,9 +145,16 @@ UNDER_WAY: dict[str, Row] = {
     "Arena._kept": lambda kept: kept.slots,
     "Arena._waiting": lambda kept: kept("Packer._asked") + kept.slots * kept.going_on,
     # peers, calls, sessions
-    "Peers._shaking": lambda kept: 2 * kept.others,
+    "Askings._at": lambda kept: 2 * kept.others,
+    "Askings._by_number": lambda kept: kept("Askings._at"),
+    "Askings._of": lambda kept: kept.going_on + kept("Transfers._after"),
+    "Asking.waiting": lambda kept: kept("Askings._of"),
+    "Meeting._answers": lambda kept: kept("Askings._of"),
+    "Meeting._shaking": lambda kept: 2 * kept.others,
+    "Meeting._stops": lambda kept: 2 * kept.others,
+    "Meeting._began": lambda kept: 2 * kept.others,
+    "Meeting._unloading": lambda kept: 2 * kept.others,
     "Peers._preparing": lambda kept: 2 * kept.others,
-    "Peers._unloading": lambda kept: 2 * kept.others,
     "Pairings._making": lambda kept: kept.others,
     "PeerRank.mapped": lambda kept: 0,
     "PeerRank._held": lambda kept: 0,
@@ -159,14 +166,15 @@ UNDER_WAY: dict[str, Row] = {
     "Tasks": lambda kept: sum(size for name, size in kept.sizes.items() if name.endswith(TASKS)),
     # These worlds have no rosters, known peers or engines that hand files over.
     **dict.fromkeys(
-        ("KnownPeers._failed", "KnownPeers._meeting", "KnownPeers._met", "KnownPeers._resolved", "KnownPeers._tasks",
+        ("KnownPeers._looking", "KnownPeers._resolved", "Meeting._naming",
+         "Wanted._addresses", "Wanted._met", "Wanted._asked", "Wanted._failed",
          "Roster._challenges", "Roster._joinings", "Roster._telling", "Seed._joined",
          "Seed._kept_out", "Roster._rest"),
         lambda kept: 0,
     ),
 }  # fmt: skip
 """Collections of what is under way: nothing is left in them when nothing is."""
-TASKS = ("._after", "._tasks", "._refusals", "._preparing", "._unloading", "._freeing")
+TASKS = ("._after", "._tasks", "._refusals", "._preparing", "._shaking", "._naming", "._unloading", "._freeing")
 REMEMBERED: dict[str, Row] = {
     # Who asks rank 0 which lease it reads waits there by the deadline of the call.
     "Transfers._awaited": lambda kept: kept.ranks * kept.config.max_transfers,
@@ -186,7 +194,7 @@ REMEMBERED: dict[str, Row] = {
     "Ranks._open": lambda kept: kept.ranks,
     # the source's side
     "Latest._values": lambda kept: (
-        4 * leases.TOMBSTONES + readers.MAX_READERS * kept("Leases._live") + 2 * parts.ATTEMPTS
+        4 * leases.TOMBSTONES + readers.MAX_READERS * kept("Leases._live") + 2 * parts.ATTEMPTS + 3 * kept.others
     ),
     "Source.streams": lambda kept: 2 * kept.others,
     "Leases.streams": lambda kept: kept("Source.streams"),
@@ -198,11 +206,11 @@ REMEMBERED: dict[str, Row] = {
     "Arena._lent": lambda kept: 2,
     # peers, calls, sessions
     "Peers._known": lambda kept: kept.others,
-    "Peers._homes": lambda kept: kept.others,
-    "Peers._presumed": lambda kept: kept.others,
-    "Peers._forgotten": lambda kept: kept.others,
-    "Peers._layouts": lambda kept: kept.of("PeerRank") + kept.others,
-    "PeerEngine.addresses": lambda kept: (kept.ranks + peers.NAMES) * kept.of("PeerEngine"),
+    "Peers._loaded": lambda kept: kept.others + kept("users of peers"),
+    "Peers._of": lambda kept: 1,
+    "Meeting._met": lambda kept: kept("Peers._loaded"),
+    "Introductions._layouts": lambda kept: kept.of("PeerRank") + kept.others,
+    "Peer.addresses": lambda kept: (kept.ranks + peers.NAMES) * kept.of("PeerEngine"),
     "PeerEngine.loaded": lambda kept: kept.ranks * kept.of("PeerEngine"),
     "PeerEngine.ranks": lambda kept: kept.ranks * kept.of("PeerEngine"),
     "PeerEngine.took_s": lambda kept: 16 * kept.of("PeerEngine"),

@@ -42,7 +42,7 @@ def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatc
             steps = 0
             while world.step(steps):
                 steps += 1
-                if steps % 10 == 5:
+                if steps % 10 == 2:
                     check()
             for daemon in (source, reader):
                 while daemon.engine.session.events.pop() is not None:

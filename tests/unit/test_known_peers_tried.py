@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from typing import Any
 
 import grpc
@@ -15,28 +14,16 @@ from test_channels_of_ranks import first_of
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.config import Config
 from kvferryd.observe.metrics import Metrics
-from kvferryd.peers.known import AGAIN_S, KnownPeers
+from kvferryd.peers import known as known_peers
+from kvferryd.peers.known import KnownPeers
 from kvferryd.peers.peers import Peers
 
 pytestmark = pytest.mark.anyio
-NOBODY = "127.0.0.1:1"
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-async def test_a_peer_that_has_not_answered_a_thousand_times_is_tried_no_more_often() -> None:
-    config = Config(known_peers=(NOBODY,))
-    engine, peers = first_of(NOBODY), Peers(config, Metrics())
-    known = KnownPeers(config, peers, lambda: [engine])
-    known._failed[engine, NOBODY] = 1024, 0.0, "peer_unreachable"
-    before = time.monotonic()
-    await known._meet(engine, NOBODY)
-    failures, again_at, _ = known._failed[engine, NOBODY]
-    assert failures == 1025 and again_at >= before + AGAIN_S
-    await peers.close()
 
 
 class Answering(peer_pb2_grpc.PeerServicer):
@@ -69,6 +56,37 @@ async def test_an_order_that_joins_a_known_peers_handshake_begins_its_own_where_
     said = [str(each.exception()) for each in (met, *ordered)]
     assert ["handshake 1" in said[0], *("handshake 2" in each for each in said[1:])] == [True, True, True], said
     await asyncio.gather(peers.close(), server.stop(0))
+
+
+async def test_a_name_whose_lookup_hangs_takes_one_thread_and_keeps_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered, others = threading.Event(), threading.Semaphore(0)
+    hanging: list[str] = []
+
+    def looked_up(host: str, *_: Any, **__: Any) -> list[Any]:
+        if host == "pod-silent":
+            hanging.append(host)
+            answered.wait()
+        others.release()
+        raise OSError("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    monkeypatch.setattr(known_peers, "SOON_S", 0.01)
+    config = Config(known_peers=("pod-silent:7411", "pod-0:7411"), allow_peers=("pod-*",))
+    peers = Peers(config, Metrics())
+    known = KnownPeers(config, peers, list)
+    running = asyncio.create_task(known.run())
+    try:
+        for _ in range(2 * known_peers.LOOKUPS):
+            assert await asyncio.to_thread(others.acquire, timeout=60)
+            known.look()
+        assert len(hanging) == 1
+    finally:
+        answered.set()
+        running.cancel()
+        await asyncio.wait([running])
+        await peers.close()
 
 
 async def test_names_that_cannot_be_looked_up_keep_no_other_work_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

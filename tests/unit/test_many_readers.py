@@ -8,8 +8,8 @@ import pytest
 from stepped import Daemon, manifest_of, stepping
 from stepwise import World
 
+from kvferry.protocol import peers
 from kvferry.tables import BlockTable
-from kvferryd.peers import peers
 from kvferryd.staging.share import PAIRINGS
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer

@@ -1,4 +1,4 @@
-"""An engine of many peers is retired as fast as one of a few: its streams to them end together."""
+"""An engine that is retired leaves nothing behind of its peers, however many they are, and whether they answer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import pytest
 from caches import attention, cache
 from test_channels_of_ranks import first_of
 
+from kvferry.errors import KvferryError
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.config import Config
+from kvferryd.engine import Engine
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers import reader_stream
+from kvferryd.peers.introduce import reader_of
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import plan
@@ -57,15 +60,60 @@ async def test_streams_to_all_peers_end_together(monkeypatch: pytest.MonkeyPatch
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     peers, engine = Peers(Config(), Metrics()), first_of(address)
-    for name in map(str, range(PEERS)):
+
+    async def shake(engine: Engine, name: str, address: str, *_: object) -> PeerEngine:
         manifest = cache(*attention(), engine=name)
-        rank = PeerRank(peers.channels.open(address), manifest, 1, "", "a", b"", {}, peer_pb2.ReadOpening())
-        own_plan = plan([manifest], manifest)
-        peers._known[engine, name] = PeerEngine(name, "1", {0: rank}, own_plan, engine, {address}, defaultdict(float))
+        opening = peer_pb2.ReadOpening(reader=reader_of(engine, name))
+        rank = PeerRank(peers.channels.open(address), manifest, 1, "", "a", b"", {}, opening)
         assert not rank.stream.over
+        return PeerEngine(name, "1", {0: rank}, plan([manifest], manifest), engine, defaultdict(float))
+
+    monkeypatch.setattr(peers._handshakes, "shake", shake)
     async with asyncio.timeout(60):
+        for name in map(str, range(PEERS)):
+            await peers.get(engine, name, address)
         async with sources.changed:
             await sources.changed.wait_for(lambda: sources.read == PEERS)
         await peers.forget_engine(engine)
     assert not len(peers.channels)
     await asyncio.gather(peers.close(), server.stop(0))
+
+
+class Silent(peer_pb2_grpc.PeerServicer):
+    def __init__(self) -> None:
+        self.asked = asyncio.Semaphore(0)
+
+    async def Handshake(self, request: Any, context: Any) -> peer_pb2.HandshakeReply:
+        self.asked.release()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("end", ["retired", "closed"])
+async def test_no_handshake_outlives_its_engine(end: str) -> None:
+    """Nor does it keep anybody waiting: each caller is told at once."""
+    server, silent = grpc.aio.server(options=PEER_OPTIONS), Silent()
+    peer_pb2_grpc.add_PeerServicer_to_server(silent, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    peers, engine = Peers(Config(connect_timeout_s=600), Metrics()), first_of(address)
+    try:
+        async with asyncio.timeout(60):
+            getting = [asyncio.create_task(peers.get(engine, name, address)) for name in ("far", "far", "farther")]
+            peers.want(engine, (address,))
+            for _ in range(3):
+                await silent.asked.acquire()
+            assert len(of_meetings()) == 3
+            await (peers.forget_engine(engine) if end == "retired" else peers.close())
+            assert not of_meetings() and not len(peers.channels)
+            await asyncio.wait(getting)
+        errors = [each.exception() for each in getting]
+        assert [each.code for each in errors if isinstance(each, KvferryError)] == 3 * ["engine_gone"]
+    finally:
+        await asyncio.gather(peers.close(), server.stop(0))
+
+
+def of_meetings() -> list[str]:
+    """All that is under way for an engine, its callers aside."""
+    names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+    return [name for name in names if name.startswith("Meeting.")]

@@ -113,7 +113,7 @@ def test_an_order_ends_at_its_own_deadline_while_its_peer_waits_for_a_place(worl
     source = Daemon(world, SOURCE, manifest_of("prefill", heads=2), {0: SOURCE})
     reader = Daemon(world, READER, manifest_of("decode", heads=2), {0: READER})
     source.publish("r", range(2))
-    reader.ferry.peers_known._screen = without_a_place()
+    reader.ferry.peers_known._handshakes.screen = without_a_place()
     reservation = Reservation({"full": BlockTable.of([0, 1])}, None)
     with world.within(reader.process):
         jobs, order = reader.ferry.jobs, Order("prefill", SOURCE, deadline_s=2.0)

@@ -281,7 +281,9 @@ def test_a_rank_that_is_lost_while_another_is_waited_for_is_not_read(two: Two) -
     assert transfer.problem is not None and transfer.problem.code == "peer_unreachable"
 
 
-def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_from(two: Two) -> None:
+def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_from(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By another handshake or a router, after the handshake has ended and before the transfer that began it goes on."""
     blocks, world, peers = range(4), two.world, two.reader.ferry.peers_known
     for source in two.sources:
@@ -292,15 +294,18 @@ def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_fr
     transfer = two.receive("r", blocks, "staged")
     met: list[PeerEngine] = []
 
-    def forget(shaking: asyncio.Task[PeerEngine]) -> None:
-        met.append(shaking.result())
-        peers.forget(met[0])
+    (meeting,) = peers._of.values()
+    keep = meeting._keep
 
-    (shaking,) = peers._shaking.values()
-    with world.within(two.reader.process):
-        shaking.add_done_callback(forget)
+    def forget_soon(number: int) -> None:
+        keep(number)
+        met.append(meeting._met[number])
+        asyncio.get_running_loop().call_soon(peers.forget, met[0])
+
+    monkeypatch.setattr(meeting, "_keep", forget_soon)
     two.step_all(two.of_calls, until=lambda: bool(met))
     assert not met[0].users
+    monkeypatch.undo()
     world.run()
     assert transfer.problem is None and two.is_there(blocks)
     assert not met[0].loaded

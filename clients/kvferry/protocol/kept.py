@@ -33,6 +33,10 @@ class Latest(Generic[K, V]):
         """The last that was put comes first."""
         return reversed(self._values.values())
 
+    def items(self) -> list[tuple[K, V]]:
+        """The last that was put comes last."""
+        return list(self._values.items())
+
     def get(self, key: K) -> V | None:
         return self._values.get(key)
 

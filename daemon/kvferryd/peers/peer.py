@@ -7,19 +7,22 @@ engine ends.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
 from kvferry.errors import LONGEST, Conflict, KvferryError, shorten
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaRegion, cuda
+from kvferry.protocol.peers import Peer
+from kvferry.protocol.peers_events import Home
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_to_proto
 from kvferryd.copy.runner import Runner
+from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
 from kvferryd.memory import Probe
 from kvferryd.observe import logs
@@ -212,15 +215,6 @@ class PeerRank:
         return self.manifest.rank
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where an engine is in one epoch: what tells it from another of the same id."""
-
-    epoch: str
-    addresses: tuple[str, ...]
-    """Of its ranks' daemons, as its roster has them."""
-
-
 @dataclass(slots=True, eq=False)
 class PeerEngine:
     """A peer engine as one engine of ours sees it: all ranks, and the plan between the two."""
@@ -231,16 +225,26 @@ class PeerEngine:
     plan: Plan
     own: Engine
     """Our engine that reads from it."""
-    addresses: set[str]
-    """Under which it is known: those of its ranks, and those that orders named."""
     took_s: defaultdict[str, float]
     """The steps of the handshake with it, those of all ranks together."""
     loaded: list[str] = field(default_factory=list)
     """NIXL names loaded into our engine's agent."""
-    users: int = 0
-    """Transfers that read or may still be written to: the names stay loaded until they are quiet."""
-    stale: bool = False
-    used_at: float = field(default_factory=time.monotonic)
+    place: Peer | None = None
+    """Its machine's knowledge of it; None until it is kept."""
+
+    @property
+    def users(self) -> int:
+        """Transfers that read or may still be written to: the names stay loaded until they are quiet."""
+        return self.place.users if self.place is not None else 0
+
+    @property
+    def addresses(self) -> set[str]:
+        """Addresses by which it is known."""
+        return self.place.addresses if self.place is not None else set()
+
+    @property
+    def stale(self) -> bool:
+        return self.place is not None and self.place.stale
 
     @property
     def home(self) -> Home:
@@ -251,12 +255,7 @@ class PeerEngine:
         """Whether a daemon of it has gone since the handshake, which may be with another by now in the same epoch; or
         it knows our engine by a roster that is over."""
         key = self.own.reader_key(self.engine_id)
-        return self.gone or any(rank.opening.reader.key != key for rank in self.ranks.values())
-
-    @property
-    def gone(self) -> bool:
-        """Whether a daemon of it has gone, or the engine there has started anew."""
-        return any(rank.lost for rank in self.ranks.values())
+        return any(rank.lost or rank.opening.reader.key != key for rank in self.ranks.values())
 
     @property
     def unmapped(self) -> dict[int, str]:
@@ -266,6 +265,24 @@ class PeerEngine:
     def mapped_addresses(self) -> dict[tuple[int, int], int]:
         """Where (rank, region) begins in this process."""
         return {(number, id): each.address for number, rank in self.ranks.items() for id, each in rank.mapped.items()}
+
+    async def close(self) -> None:
+        """Nothing reads from it any more, and our engine's agent, which unloads every peer, is closed."""
+        await asyncio.gather(
+            *(ended([Step("close a peer", rank.close)], **self._about) for rank in self.ranks.values())
+        )
+
+    async def unload(self) -> None:
+        """Nothing reads from it any more. Each step is taken, whatever has become of the others."""
+        ranks, names = self.ranks.values(), self.loaded
+        self.loaded = []
+        await ended((Step("unmap a peer", rank.unmap) for rank in ranks), **self._about)
+        await self.close()
+        await ended((Step("unload a peer", partial(self.own.agent.remove_peer, name)) for name in names), **self._about)
+
+    @property
+    def _about(self) -> dict[str, object]:
+        return {"engine_id": self.own.engine_id, "peer": self.engine_id}
 
 
 def _exported(given: engine_pb2.CudaAllocation) -> cuda.Exported:

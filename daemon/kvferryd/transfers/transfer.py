@@ -50,7 +50,7 @@ class Surroundings:
     on_over: Callable[[Transfer], None]
     on_quiet: Callable[[Transfer], None]
     ask_bound: Callable[[Transfer, Engine], Awaitable[tuple[str, int]]]
-    spawn: Callable[[Coroutine[None, None, None]], None]
+    spawn: Callable[[Coroutine[None, None, None]], object]
 
 
 class Transfer:

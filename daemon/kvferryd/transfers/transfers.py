@@ -21,7 +21,8 @@ from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.observe.metrics import Metrics
 from kvferryd.observe.spans import Spans
-from kvferryd.peers.peers import Peers, reader_of
+from kvferryd.peers.introduce import reader_of
+from kvferryd.peers.peers import Peers
 from kvferryd.transfers.book import Book
 from kvferryd.transfers.claims import written
 from kvferryd.transfers.order import Order, Reservation

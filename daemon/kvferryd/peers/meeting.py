@@ -1,0 +1,193 @@
+"""The peers of one engine of ours, around their machine (kvferry.protocol.peers): its effects are carried out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import assert_never
+
+from kvferry.errors import Internal, KvferryError
+from kvferry.protocol import peers_events as e
+from kvferry.protocol.peers import Peers
+from kvferryd.aio import Tasks, Timer, settle
+from kvferryd.engine import Engine
+from kvferryd.observe import logs
+from kvferryd.observe.metrics import Metrics
+from kvferryd.peers.handshake import Handshakes
+from kvferryd.peers.introduce import Introductions
+from kvferryd.peers.peer import PeerEngine
+
+log = logs.get(__name__)
+END_S = 5.0
+"""The longest wait for what is under way when our engine ends."""
+
+
+class Meeting:
+    """Owns the handshakes, what they have made, and the tasks that unload it. `on` hands an event to the machine and
+    carries out its effects, in order."""
+
+    def __init__(
+        self, engine: Engine, handshakes: Handshakes, introductions: Introductions, metrics: Metrics,
+        on_shaken: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.engine, self._handshakes, self._introductions = engine, handshakes, introductions
+        self._metrics, self._on_shaken = metrics, on_shaken
+        self.machine = Peers(engine.engine_id, handshakes.within_s)
+        self._met: dict[int, PeerEngine] = {}
+        """Peers by the number of their handshake, until they are unloaded."""
+        self._began: dict[int, float] = {}
+        self._shaking, self._naming, self._unloading = Tasks(), Tasks(), Tasks()
+        self._stops: dict[int, Callable[[], object]] = {}
+        """Cancels each handshake that is under way."""
+        self._answers: dict[int, asyncio.Future[PeerEngine]] = {}
+        """By caller."""
+        self._callers = itertools.count(1)
+        self._timer = Timer(lambda: self.on(e.Tick()))
+
+    def __iter__(self) -> Iterator[PeerEngine]:
+        """The known peers."""
+        return (self._met[peer.number] for peer in self.machine)
+
+    async def get(self, engine_id: str, address: str, epoch: str = "", *, ordered: bool = True) -> PeerEngine:
+        known = self.machine.known(engine_id)
+        if known is not None and not known.lost and self._met[known.number].lost:
+            self.on(e.Lost(known.number))
+        return await self._answer(e.Get(next(self._callers), engine_id, address, epoch, ordered))
+
+    async def renew(self, peer: PeerEngine) -> None:
+        """Shake hands anew. The peer is forgotten where that fails."""
+        assert peer.place is not None
+        try:
+            await self._answer(e.Renew(next(self._callers), peer.place.number))
+        except KvferryError as error:
+            log.info("peer forgotten", engine_id=peer.engine_id, why=str(error))
+
+    async def _answer(self, asked: e.Get | e.Renew) -> PeerEngine:
+        asker = asked.asker
+        assert isinstance(asker, int)
+        for effect in self.on(asked):
+            match effect:
+                case e.Found(answered, number) if answered == asker:
+                    return self._met[number]
+                case e.Refused(answered, why) if answered == asker:
+                    raise why
+        answer: asyncio.Future[PeerEngine] = asyncio.get_running_loop().create_future()
+        self._answers[asker] = answer
+        try:
+            return await answer
+        finally:
+            if self._answers.pop(asker, None) is not None:
+                self.on(e.GiveUp(asker))
+
+    def want(self, addresses: tuple[str, ...]) -> None:
+        self._notice()
+        self.on(e.Want(addresses))
+
+    def _notice(self) -> None:
+        """Streams end by themselves."""
+        for peer in list(self.machine):
+            if not peer.lost and self._met[peer.number].lost:
+                self.on(e.Lost(peer.number))
+
+    async def end(self, why: KvferryError) -> None:
+        """Our engine ends, its agent with it."""
+        self.on(e.Shut(why))
+        await self._naming.end()
+        if under_way := self._shaking | self._unloading:
+            await asyncio.wait(under_way, timeout=END_S)
+
+    def on(self, event: e.PeersEvent) -> list[e.PeersEffect]:
+        """The effects, which have been carried out."""
+        effects = self.machine.on(event, asyncio.get_running_loop().time())
+        for effect in effects:
+            try:
+                self._do(effect)
+            except Exception:  # it stops no other
+                log.exception("an effect failed", step=type(effect).__name__, engine_id=self.engine.engine_id)
+        self._timer.set(self.machine.next_timer())
+        return effects
+
+    def _do(self, effect: e.PeersEffect) -> None:
+        match effect:
+            case e.Shake(number, engine_id, address):
+                self._began[number] = time.monotonic()
+                self._stops[number] = self._shaking.spawn(self._shake(number, engine_id, address)).cancel
+            case e.Stop(number):
+                self._stops[number]()
+            case e.Keep(number):
+                self._keep(number)
+            case e.Shaken(number, why):
+                del self._stops[number]
+                self._metrics.handshake(why.code if why else "ok", time.monotonic() - self._began.pop(number))
+                self._on_shaken()
+            case e.Unload(number):
+                self._unloading.spawn(self._met.pop(number).unload())
+            case e.Close(number):
+                self._unloading.spawn(self._met.pop(number).close())
+            case e.Found(int(asker), number) if asker in self._answers:
+                settle(self._answers.pop(asker), self._met[number])
+            case e.Refused(int(asker), why) if asker in self._answers:
+                settle(self._answers.pop(asker), error=why)
+            case e.Found() | e.Refused():
+                pass  # answered in the turn in which it asks
+            case e.Name(address):
+                self._naming.spawn(self._name(address))
+            case e.Missing(address, why):
+                if why.code != "own_engine":
+                    log.info("known peer not met", engine_id=self.engine.engine_id, address=address, why=str(why))
+            case _:
+                assert_never(effect)
+
+    def _keep(self, number: int) -> None:
+        peer = self._met[number]
+        peer.place = self.machine.get(number)
+        self._metrics.known(peer.engine_id)
+        took_ms = {step: round(1e3 * seconds, 1) for step, seconds in peer.took_s.items()}
+        log.info(
+            "peer met", engine_id=peer.engine_id, epoch=peer.epoch, ranks=len(peer.ranks), unmapped=peer.unmapped,
+            took_ms=took_ms | {"total": round(1e3 * (time.monotonic() - self._began[number]), 1)},
+        )  # fmt: skip
+        for rank in peer.ranks.values():
+            rank.channel.contact.met()
+            if rank.mapping is not None:
+                rank.mapping.add_done_callback(lambda _: self._memory_gone(peer))
+
+    def _memory_gone(self, peer: PeerEngine) -> None:
+        if not peer.stale and peer.place is not None:
+            log.info("peer's memory is gone", engine_id=peer.engine_id, epoch=peer.epoch)
+            self.on(e.Forget(peer.place.number))
+
+    async def _shake(self, number: int, engine_id: str, address: str) -> None:
+        in_the_way = partial(self.machine.in_the_way, number)
+
+        def over(home: e.Home) -> None:
+            self.on(e.Over(engine_id, home))
+
+        try:
+            peer = await self._handshakes.shake(self.engine, engine_id, address, in_the_way, over)
+        except Exception as error:  # noqa: BLE001  its callers wait
+            self.on(e.Unmet(number, _typed(error)))
+        else:
+            self._met[number] = peer
+            self._notice()
+            self.on(e.Met(number, peer.home))
+
+    async def _name(self, address: str) -> None:
+        try:
+            rank, told = await self._introductions.ask(self.engine, "", address)
+            await rank.close()
+        except Exception as error:  # noqa: BLE001  the address is to be tried again
+            self.on(e.Unnamed(address, _typed(error)))
+        else:
+            # At its rank 0: then all of its ranks' daemons lead to the same handshake.
+            self.on(e.Named(address, rank.manifest.engine_id, told.get(0, address)))
+
+
+def _typed(error: Exception) -> KvferryError:
+    if isinstance(error, KvferryError):
+        return error.kept()
+    log.error("a handshake broke", exc_info=error)
+    return Internal("internal", f"the handshake failed: {type(error).__name__}")
