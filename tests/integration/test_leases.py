@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
-from fleet import TIMEOUT_S, ByHand, peer_stub
+from fleet import TIMEOUT_S
 from lives import engine_on
 from pair import MANY, TOKENS, Pair, all_read, half_published, order, prefilled, prewarmed
 from ranks import Kv, Shape, TestEngine
@@ -15,7 +15,6 @@ from ranks import Kv, Shape, TestEngine
 from kvferry.engine import Received, TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState, TransferState
-from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -51,12 +50,6 @@ async def test_a_reader_whose_publish_never_comes_says_so_at_its_deadline(pair: 
     deadlines = [each for each in outcomes if isinstance(each, TransferFailed) and each.code == "deadline"]
     assert deadlines, outcomes
     assert "publish" in deadlines[0].message
-
-
-async def test_a_lease_that_nobody_reads_expires_and_its_engine_is_told(pair: Pair, request_id: str) -> None:
-    _, leases = await prefilled(pair, request_id, ttl_s=0.2)
-    async with asyncio.timeout(TIMEOUT_S):
-        assert [await lease.ended() for lease in leases] == [LeaseState.EXPIRED] * 2
 
 
 def revoked_unheard(engine: TestEngine, request_id: str) -> None:
@@ -103,43 +96,7 @@ async def test_an_engine_of_one_rank_may_leave_that_to_its_client(
         assert await after.ended() is LeaseState.RELEASED
 
 
-async def test_a_lease_with_a_live_reader_does_not_expire(pair: Pair, request_id: str) -> None:
-    async with peer_stub(pair.prefill.daemons[0]) as stub:
-        reader = by_hand(stub, pair)
-        await reader.say(open=peer_pb2.LeaseOpen(reading=1, request_id=request_id))
-        await reader.waits()  # it is there before the lease
-        _, leases = await prefilled(pair, request_id, ttl_s=0.3)
-        assert (await reader.heard()).update.num_tokens == TOKENS
-        _, unread = await prefilled(pair, f"{request_id}-unread", ttl_s=0.3)
-        assert await unread[0].ended() is LeaseState.EXPIRED  # by now the other one would have, too
-        (record,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
-        assert (record.readers_open, record.expires_in_ms) == (1, None)
-        reader.call.cancel()
-    async with asyncio.timeout(TIMEOUT_S):
-        assert await leases[0].ended() is LeaseState.EXPIRED
-
-
-def by_hand(stub: peer_pb2_grpc.PeerAsyncStub, pair: Pair) -> ByHand:
-    reader = peer_pb2.Reader(engine_id="by hand", epoch="1", rank=0, world_size=1)
-    return ByHand(stub, peer_pb2.ReadOpening(engine_id="prefill", epoch=pair.prefill.epoch, reader=reader))
-
-
 # a lease that does not hold
-
-
-async def test_a_revoked_lease_stays_so_whatever_its_reader_says(pair: Pair, request_id: str) -> None:
-    _, leases = await prefilled(pair, request_id)
-    async with peer_stub(pair.prefill.daemons[0]) as stub:
-        reader = by_hand(stub, pair)
-        assert (await reader.open(request_id)).update.num_tokens == TOKENS
-        assert (await pair.prefill_routers[0].revoke_lease(request_id)).state is LeaseState.REVOKED
-        await reader.say(close=peer_pb2.LeaseClose(reading=1, request_id=request_id, complete=True))
-        again = (await reader.open(request_id, reading=2)).problem
-        reader.call.cancel()
-    assert again.code == "lease_ended"
-    assert "revoked" in again.message
-    assert await leases[0].ended() is LeaseState.REVOKED
-    await pair.prefill_routers[0].abort_request(request_id)
 
 
 async def test_a_read_is_never_done_when_its_lease_was_revoked_meanwhile(pair: Pair, request_id: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from by_events import ANOTHER, LONG_S, READER, ByEvents, Speaker, rank_of
+from by_events import LONG_S, READER, ByEvents, Speaker, rank_of
 
 from kvferry.errors import Conflict, KvferryError
 from kvferry.protocol import events as e
@@ -37,22 +37,6 @@ def refused(source: ByEvents, **said: object) -> str:
 
 
 # release
-
-
-def test_a_lease_is_released_by_its_reader(source: ByEvents) -> None:
-    source.publish()
-    assert source.words
-    source.read()
-    assert [each.state for each in source.ended] == [LeaseState.RELEASED]
-    assert not len(source.source.leases) and not source.words
-
-
-def test_all_ranks_of_a_reader_must_have_read(source: ByEvents) -> None:
-    source.publish()
-    for rank in range(3):
-        assert source.state() is LeaseState.PUBLISHED
-        source.read(rank_of(rank, 3))
-    assert source.state() is LeaseState.RELEASED
 
 
 def test_ranks_of_two_epochs_do_not_make_one_reader(source: ByEvents) -> None:
@@ -85,18 +69,6 @@ def test_a_lease_is_over_exactly_when_all_have_read_whatever_its_readers_do() ->
             whole = sum(count == world for (_, world), count in read.items())
             assert source.ended or account.open == len(opened)
             assert account.state.ended == (whole >= account.expected and not opened), (number, step)
-
-
-def test_ranks_of_two_attempts_do_not_make_one_reader(source: ByEvents) -> None:
-    source.publish()
-    first, second = (source.reader(rank_of(rank, 2)) for rank in range(2))
-    first.closes(first.opens(attempt=1))
-    second.closes(second.opens(attempt=2))
-    assert [(it.who.rank, it.state) for it in source.account().readers] == [(0, "left"), (1, "read")]
-    first.finishes(attempt=1)  # late
-    assert source.state() is LeaseState.PUBLISHED
-    first.finishes(attempt=2)
-    assert source.state() is LeaseState.RELEASED
 
 
 def test_a_rank_that_closes_by_a_higher_attempt_takes_back_what_was_read_in_lower_ones(source: ByEvents) -> None:
@@ -139,40 +111,9 @@ def test_a_rank_that_packs_has_read_when_it_closes_and_not_before(source: ByEven
     assert source.state() is LeaseState.RELEASED
 
 
-def test_a_lease_for_two_engines_is_released_by_the_second(source: ByEvents) -> None:
-    source.publish(readers=2)
-    source.read()
-    source.read()  # the same one again counts once
-    assert source.state() is LeaseState.PUBLISHED
-    source.read(ANOTHER)
-    assert source.state() is LeaseState.RELEASED
-
-
-def test_a_reader_that_gave_up_has_not_read(source: ByEvents) -> None:
-    source.publish()
-    source.read(complete=False)
-    assert source.state() is LeaseState.PUBLISHED
-    source.read()
-    assert source.state() is LeaseState.RELEASED
-
-
-def test_a_reader_whose_stream_ends_has_not_read(source: ByEvents) -> None:
-    source.publish()
-    reader = source.reader()
-    reader.opens()
-    reader.goes()
-    assert (source.state(), source.account().open) == (LeaseState.PUBLISHED, 0)
-
-
 def test_a_rank_with_nothing_to_read_here_counts_without_opening(source: ByEvents) -> None:
     source.publish()
     source.finish()
-    assert source.state() is LeaseState.RELEASED
-
-
-def test_a_rank_with_nothing_to_read_may_close_before_the_publish(source: ByEvents) -> None:
-    source.finish()
-    source.publish()
     assert source.state() is LeaseState.RELEASED
 
 
@@ -183,24 +124,6 @@ def test_a_rank_may_close_complete_what_it_still_waits_for(source: ByEvents) -> 
     reader.closes(number, lease=1)
     source.publish()
     assert source.state() is LeaseState.RELEASED
-
-
-def test_a_rank_that_closes_early_counts_for_a_name_that_comes_again(source: ByEvents) -> None:
-    source.publish()
-    source.finish()
-    source.finish(lease=2)
-    source.publish()
-    assert source.state() is LeaseState.RELEASED and len(source.ended) == 2
-
-
-def test_a_close_waits_for_its_own_lease_whatever_is_published_or_revoked_before(source: ByEvents) -> None:
-    source.finish(lease=3)
-    source.publish()
-    source.finish(lease=2)
-    source.revoke()
-    for closed in (2, 3):
-        source.publish()
-        assert source.state() is LeaseState.RELEASED and len(source.ended) == closed
 
 
 def test_a_late_close_of_a_lease_that_was_withdrawn_does_not_count_for_the_next(source: ByEvents) -> None:
@@ -273,17 +196,6 @@ def test_a_reader_of_an_earlier_lease_is_told_the_newest(source: ByEvents) -> No
         assert why.code == "lease_ended" and "its last is 4" in why.message
 
 
-def test_a_publish_of_a_higher_number_ends_the_lease_before(source: ByEvents) -> None:
-    source.publish(number=3, more=True)
-    source.publish(number=4)
-    assert [(each.number, each.state) for each in source.ended] == [(3, LeaseState.REVOKED)]
-    assert (source.lease().number, source.state()) == (4, LeaseState.PUBLISHED)
-    for number in (3, 2):
-        assert refused(source, number=number) == "lease_ended"
-    source.revoke()
-    assert refused(source, number=4) == "lease_ended"
-
-
 def test_a_rank_closes_the_lease_that_it_means(source: ByEvents) -> None:
     source.publish(number=4)
     source.finish(lease=3)
@@ -298,25 +210,6 @@ def test_a_rank_closes_the_lease_that_it_means(source: ByEvents) -> None:
 # time to live
 
 
-def test_a_lease_that_nobody_reads_expires(source: ByEvents) -> None:
-    source.publish(ttl_s=5)
-    source.wait(4.9)
-    assert source.account().expires_in_s == pytest.approx(0.1)
-    source.wait(0.2)
-    assert source.state() is LeaseState.EXPIRED
-    assert "nobody read it" in source.account().reason and source.account().age_s == 5
-
-
-def test_a_lease_with_a_live_reader_does_not_expire(source: ByEvents) -> None:
-    source.publish("read", ttl_s=5)
-    reader = source.reader()
-    reader.opens("read")
-    source.wait(60)
-    assert (source.state("read"), source.account("read").expires_in_s) == (LeaseState.PUBLISHED, None)
-    reader.goes()
-    assert source.state("read") is LeaseState.EXPIRED  # its time had passed long ago
-
-
 def test_a_lease_that_was_left_early_lives_as_long_as_it_may(source: ByEvents) -> None:
     source.publish(ttl_s=5)
     source.wait(4)
@@ -327,31 +220,7 @@ def test_a_lease_that_was_left_early_lives_as_long_as_it_may(source: ByEvents) -
     assert source.state() is LeaseState.EXPIRED
 
 
-def test_every_publish_starts_the_time_to_live_anew(source: ByEvents) -> None:
-    source.publish(more=True, ttl_s=5)
-    source.publish("other", ttl_s=5)
-    source.wait(3)
-    source.publish(num_tokens=9, more=True)
-    source.wait(4)
-    assert (source.state(), source.state("other")) == (LeaseState.PUBLISHING, LeaseState.EXPIRED)
-    source.wait(1)
-    assert source.state() is LeaseState.EXPIRED
-
-
 # progressive
-
-
-def test_a_reader_sees_the_latest_of_every_publish_and_then_the_end(source: ByEvents) -> None:
-    source.publish(num_tokens=4, more=True)
-    reader = source.reader()
-    reader.opens()
-    assert reader.sees() == (1, 4, True)
-    source.publish(num_tokens=6, more=True)
-    source.publish(num_tokens=8)
-    assert reader.sees() == (3, 8, False)
-    assert reader.hears() is None
-    source.revoke()
-    assert reader.refused().code == "lease_ended"
 
 
 def test_what_is_still_being_published_is_not_released(source: ByEvents) -> None:
@@ -360,17 +229,6 @@ def test_what_is_still_being_published_is_not_released(source: ByEvents) -> None
     assert source.state() is LeaseState.PUBLISHING
     source.publish(num_tokens=8)
     assert source.state() is LeaseState.RELEASED
-
-
-@pytest.mark.parametrize("more", [True, False], ids=["more was to be published", "more was to be packed"])
-def test_a_reader_that_wants_more_is_told_when_the_lease_ends(source: ByEvents, more: bool) -> None:
-    source.publish(more=more)
-    reader = source.reader()
-    reader.packs(reader.opens(), last=False)
-    assert reader.sees()
-    source.revoke(reason="aborted")
-    why = reader.refused()
-    assert why.code == "lease_ended" and "revoked: aborted" in why.message
 
 
 def test_published_tokens_are_not_taken_back(source: ByEvents) -> None:
@@ -410,15 +268,6 @@ def test_the_same_publish_again_changes_nothing(source: ByEvents) -> None:
 
 
 # fences
-
-
-def test_readers_see_a_publish_when_its_fence_is_reached(source: ByEvents) -> None:
-    number = source.publish(fence=1)
-    reader = source.reader()
-    reader.opens()
-    assert reader.hears() is None
-    source.on(e.FenceOver("r", number, 1))
-    assert reader.sees() == (1, 8, False)
 
 
 def test_publishes_are_seen_in_their_order(source: ByEvents) -> None:
@@ -473,50 +322,6 @@ def test_publishes_that_wait_are_bounded(source: ByEvents) -> None:
 
 
 # revocation, waiting
-
-
-def test_a_reader_of_a_revoked_lease_learns_that_it_did_not_hold(source: ByEvents) -> None:
-    source.publish()
-    reader = source.reader()
-    number = reader.opens()
-    assert source.revoke(reason="aborted")
-    assert "aborted" in reader.refused().message
-    reader.closes(number)
-    assert source.account().closed == 0
-    assert not source.revoke(reason="again")
-
-
-def test_a_reader_that_comes_late_is_told_at_once(source: ByEvents) -> None:
-    source.publish()
-    source.revoke()
-    reader = source.reader()
-    reader.opens()
-    assert reader.refused().code == "lease_ended"
-
-
-def test_a_lease_is_not_released_under_another_reader(source: ByEvents) -> None:
-    """Whoever has read enough of them: who knows the request's id may be anybody."""
-    source.publish()
-    reader = source.reader()
-    number = reader.opens()
-    for other in (rank_of(0, 1, "other"), replace(READER, key=b"another")):
-        source.read(other)
-        source.finish(other)
-        source.on(e.GiveUp("r", "aborted", other))
-        assert source.state() is LeaseState.PUBLISHED
-    reader.closes(number)
-    assert source.state() is LeaseState.RELEASED
-
-
-def test_nor_under_one_that_waited_for_its_publish(source: ByEvents) -> None:
-    """Another engine has read all of it from other ranks, and has said so here before this rank published."""
-    source.finish(ANOTHER)
-    reader = source.reader()
-    number = reader.opens()
-    source.publish()
-    assert reader.sees() == (1, 8, False)
-    reader.closes(number)
-    assert source.state() is LeaseState.RELEASED
 
 
 def test_a_lease_that_nobody_else_reads_is_given_up_by_one_that_was_to_read_it(source: ByEvents) -> None:
@@ -605,15 +410,6 @@ def test_of_leases_that_have_ended_so_many_are_remembered(source: ByEvents) -> N
     assert reader.sees(2)
 
 
-def test_readers_may_come_before_the_publish(source: ByEvents) -> None:
-    readers = [source.reader(rank_of(rank, 2)) for rank in range(2)]
-    for each in readers:
-        each.opens()
-        assert each.waits()
-    source.publish()
-    assert [each.sees() for each in readers] == 2 * [(1, 8, False)]
-
-
 def test_what_is_lost_is_refused_however_few_leases_there_may_be(source: ByEvents) -> None:
     """To those of the session before come all that could not be published since."""
     names = [f"lost-{number}" for number in range(2 * source.source.leases.limit)]
@@ -670,14 +466,6 @@ def test_one_address_does_not_take_all_the_waits(source: ByEvents) -> None:
     assert stranger.waits(stranger.opens("one more"))
 
 
-def test_readers_that_give_up_waiting_leave_nothing_behind(source: ByEvents) -> None:
-    for number in range(3 * source.source.leases.limit):
-        reader = source.reader()
-        reader.opens(f"never-{number}")
-        reader.goes()
-    assert not source.source.sizes()["awaited"]
-
-
 def test_leases_and_waiting_readers_are_bounded(source: ByEvents) -> None:
     limit = source.source.leases.limit
     for number in range(limit):
@@ -718,15 +506,6 @@ def test_what_a_dead_engine_published_whole_stays_and_the_rest_ends(source: ByEv
     assert reader.sees(reader.opens("whole"))
     for number in (waiting, reader.opens("later")):
         assert "the engine is gone" in reader.refused(number).message
-
-
-def test_a_request_may_be_published_again_after_its_lease_ended(source: ByEvents) -> None:
-    source.publish()
-    source.revoke()
-    source.publish()
-    reader = source.reader()
-    reader.opens()
-    assert reader.sees() and source.state() is LeaseState.PUBLISHED
 
 
 def test_leases_of_other_weights_end(source: ByEvents) -> None:

@@ -76,30 +76,11 @@ async def test_a_reader_with_more_readings_than_leases_may_be_held_is_refused_on
     assert sorted(reply.problem.code for reply in told if reply.HasField("problem")) == ["full"]
 
 
-async def test_who_has_not_been_sent_a_lease_when_it_ends_is_told_of_the_end(leases: Leases, reader: Reader) -> None:
-    """Its update waits behind another message."""
-    for request_id in ("first", "second"):
-        leases.publish(request_id, 1, WHOLE, ttl_s=60, readers=1)
-    reader.opens("first", "second")
-    assert (await reader.hears()).HasField("update")
-    leases.revoke("second", "for a test")
-    assert (await reader.hears()).problem.code == "lease_ended"
-
-
 async def test_a_reading_whose_name_is_none_is_refused_alone(leases: Leases, reader: Reader) -> None:
     leases.publish("r", 1, WHOLE, ttl_s=60, readers=1)
     reader.opens("\n" * 300, "r")
     told = [await reader.hears() for _ in range(2)]
     assert [each.WhichOneof("kind") for each in told] == ["problem", "update"]
-
-
-async def test_a_stream_that_ends_leaves_nothing(leases: Leases, reader: Reader) -> None:
-    leases.publish("r", 1, WHOLE, ttl_s=60, readers=1)
-    reader.opens("r", "to come")
-    await reader.hears()
-    await reader._replies.aclose()
-    assert not leases.streams and not leases.source.streams and not leases.source.sizes()["waiting"]
-    assert not any(lease.readers.live for lease in leases)
 
 
 async def test_events_that_arise_while_effects_are_carried_out_wait_for_them(leases: Leases) -> None:
