@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
 
 import pytest
 from caches import attention, cache
+from test_channels_of_ranks import first_of
 
 from kvferry.manifest import Manifest
+from kvferry.v1 import layout_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd.config import Config
+from kvferryd.engine import registration
 from kvferryd.peers.channels import Channels
 from kvferryd.peers.introduce import Introductions
 
@@ -31,3 +36,26 @@ async def test_equal_layouts_are_read_once_and_others_beside_them() -> None:
     del first, second, other
     gc.collect()
     assert not introductions._layouts
+
+
+async def test_a_large_manifest_is_written_once_for_all_peers_and_not_by_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrote: list[threading.Thread] = []
+
+    def write(manifest: Manifest) -> layout_pb2.Manifest:
+        wrote.append(threading.current_thread())
+        return manifest_to_proto(manifest)
+
+    monkeypatch.setattr(registration, "manifest_to_proto", write)
+    engine = first_of()
+    engine.manifest = cache(*attention(layers=range(100)), engine="e")
+    given_up = asyncio.ensure_future(engine.described())
+    await asyncio.sleep(0)
+    given_up.cancel()
+    first, second = await asyncio.gather(engine.described(), engine.described())
+    assert first is second and first == manifest_to_proto(engine.manifest)
+    (by,) = wrote
+    assert by is not threading.current_thread()
+    small = first_of()
+    assert await small.described() == manifest_to_proto(small.manifest) and wrote[1] is threading.current_thread()

@@ -25,7 +25,7 @@ from kvferry.manifest import Manifest
 from kvferry.protocol.values import ReaderId
 from kvferry.schemas import OrderBody
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
-from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, manifest_to_proto, problem_to_proto
+from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, problem_to_proto
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.api.callers import Callers, host_of
 from kvferryd.check import check_request_id, check_seconds
@@ -67,9 +67,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             await engine.need_arena(_left(context, self._ferry.config.connect_timeout_s) / 2)
         engine.agent.attend()
         log.info("handshake", peer=context.peer(), version=request.version, engine_id=engine.engine_id)
-        readable = {} if self._ferry.config.strict else engine.session.regions
+        manifest, readable = await engine.described(), {} if self._ferry.config.strict else engine.session.regions
         return peer_pb2.HandshakeReply(
-            protocol=version, version=__version__, manifest=manifest_to_proto(engine.manifest),
+            protocol=version, version=__version__, manifest=manifest,
             agent_name=engine.agent.name, agent_metadata=engine.agent_metadata,
             members=_members(engine.members, engine.epoch),
             regions=[

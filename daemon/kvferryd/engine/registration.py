@@ -15,6 +15,9 @@ from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
 from kvferry.protocol.values import Account
+from kvferry.v1 import layout_pb2
+from kvferry.wire import manifest_to_proto
+from kvferryd.aio import beside
 from kvferryd.config import Config
 from kvferryd.copy import Move, cut, mapped, sample
 from kvferryd.copy.cuda import erase
@@ -34,6 +37,8 @@ from kvferryd.transport.agent import Agent
 log = logs.get(__name__)
 NO_ARENA = "no staged transfers"
 """The first words of the note about a missing arena."""
+COMPONENT_AS = 128
+"""Rows that are cut in the time in which one component of a manifest is written (see `aio.FEW`)."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -75,6 +80,8 @@ class Engine:
     """In place of the roster's key where there is no roster."""
     weights: str = ""
     """The name of those that it has now; empty for those that its manifest's fingerprint stands for."""
+    _described: asyncio.Future[layout_pb2.Manifest] | None = None
+    """What `described` returns, once it was asked for."""
     unseeded: str = ""
     """Why the seed of its roster does not answer; empty while it does."""
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,6 +96,13 @@ class Engine:
     def addresses(self) -> dict[int, int]:
         """Where each region begins."""
         return self.session.addresses
+
+    async def described(self) -> layout_pb2.Manifest:
+        """Its manifest as peers are sent it: written once, and not by the loop where that takes long."""
+        if self._described is None:
+            write = functools.partial(manifest_to_proto, self.manifest)
+            self._described = beside(COMPONENT_AS * len(self.manifest.components), write)
+        return await asyncio.shield(self._described)
 
     def has_rank_with(self, key: bytes) -> bool:
         """Whether who says this key is the daemon of a rank of this engine."""
