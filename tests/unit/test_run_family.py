@@ -95,3 +95,20 @@ def test_what_is_deaf_is_killed() -> None:
         assert process.stdout is not None and select.select([process.stdout], [], [], 30)[0]
         left = family.end(lambda: {process.pid} if process.poll() is None else set(), 0.0)
         assert (left, process.wait()) == (set(), -signal.SIGKILL)
+
+
+def test_whoever_looks_takes_no_status_of_a_child_away() -> None:
+    with subprocess.Popen(["false"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert process.pid not in family.living(os.getpid())
+        family.reap(spared={process.pid})
+        assert process.wait() == 1
+
+
+def test_orphans_that_have_ended_are_reaped() -> None:
+    with subprocess.Popen(["false"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        family.reap(spared=set())
+        with pytest.raises(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+        process.returncode = 1

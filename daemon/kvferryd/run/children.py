@@ -21,7 +21,7 @@ from kvferryd.commands.doctor import CHECK, Level, findings
 from kvferryd.process.keeper import how_ended
 from kvferryd.run.daemons import Daemon
 from kvferryd.run.engines import shown
-from kvferryd.run.family import DIES_S, ENDS, UPGRADES, end, living, tied
+from kvferryd.run.family import DIES_S, ENDS, UPGRADES, end, living, reap, tied
 from kvferryd.run.output import Output
 from kvferryd.run.shared import Watch, remove
 
@@ -135,7 +135,7 @@ class Children:
         for number in ENDS:
             loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(UPGRADES, self._upgrade)
-        loop.add_signal_handler(signal.SIGCHLD, lambda: self._left())  # reaps orphans
+        loop.add_signal_handler(signal.SIGCHLD, lambda: reap(spared=self._awaited()))  # orphans
         watch = Watch(memory_of(self._folder), lambda: living(os.getpid()))
         self._opened.callback(watch.close)
         if watch.fd >= 0:
@@ -267,7 +267,10 @@ class Children:
 
     def _left(self) -> set[int]:
         """Descendants that are neither our children nor below them: what a child that has ended has left."""
-        return living(os.getpid(), spared={each.process.pid for each in self._living if not each.ended.done()})
+        return living(os.getpid(), spared=self._awaited())
+
+    def _awaited(self) -> set[int]:
+        return {each.process.pid for each in self._living if not each.ended.done()}
 
     def failed(self, why: str) -> int:
         """Say so; returns the status."""

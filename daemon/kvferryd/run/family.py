@@ -122,15 +122,10 @@ def end(left: Callable[[], Set[int]], patience_s: float) -> Set[int]:
 
 
 def living(pid: int, spared: Set[int] = frozenset()) -> set[int]:
-    """The descendants of a process that have not ended; without those of `spared`, and these. Children of this process
-    that have ended are reaped, unless they are spared."""
-    parents = dict(_parents())
+    """The descendants of a process that have not ended; without those of `spared`, and these."""
     children: dict[int, list[int]] = {}
-    for each, (parent, ended) in parents.items():
-        if parent == os.getpid() and ended and each not in spared:
-            with suppress(ChildProcessError):
-                os.waitpid(each, os.WNOHANG)
-        elif not ended:
+    for each, (parent, ended) in _parents():
+        if not ended:
             children.setdefault(parent, []).append(each)
     found, above = set[int](), [pid]
     while above:
@@ -138,6 +133,14 @@ def living(pid: int, spared: Set[int] = frozenset()) -> set[int]:
         found.update(below)
         above += below
     return found
+
+
+def reap(spared: Set[int]) -> None:
+    """Take the status of children of this process that have ended, but of those whose status is awaited."""
+    for each, (parent, ended) in _parents():
+        if ended and parent == os.getpid() and each not in spared:
+            with suppress(ChildProcessError):
+                os.waitpid(each, os.WNOHANG)
 
 
 def _parents() -> Iterator[tuple[int, tuple[int, bool]]]:
