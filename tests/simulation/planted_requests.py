@@ -1,4 +1,4 @@
-"""Faults that are planted in the machine of requests; the simulator has to find every one."""
+"""Faults that are planted in the machines of requests and of rank 0."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 from planted import Planted, changed, no_effects, nothing, without
 
+from kvferry.protocol import leader_events as le
 from kvferry.protocol import requests_events as e
 from kvferry.protocol.claims import Claims
+from kvferry.protocol.leader import Leader
 from kvferry.protocol.parts import Part, Parts
 from kvferry.protocol.requests import Requests
 
@@ -91,6 +93,24 @@ def nothing_claimed(claims: Claims, life: int, blocks: Any, request_id: str, tak
     return take(claims, life, {}, request_id)
 
 
+def no_effects_but_told(leader: Leader, led: Any, code: str, *, failed: bool) -> list[Any]:
+    led.told = True
+    return []
+
+
+def told_once(leader: Leader, number: int, now: float, *, lost: bool) -> list[Any]:
+    del leader._tells[number]
+    return []
+
+
+def without_refusals(effects: list[Any], leader: Leader, event: Any, now: float) -> list[Any]:
+    return [] if isinstance(event, le.Refused) else effects
+
+
+def led_on(leader: Leader, led: Any, effects: list[Any]) -> list[Any]:
+    return effects
+
+
 PLANTED: dict[str, Planted] = {
     "what is over falls": (Parts, "pass_by", always_news),
     "an order that is about to end is joined by a lower reservation": (Parts, "of", waiting_first),
@@ -117,5 +137,12 @@ PLANTED: dict[str, Planted] = {
     "an end on another rank is not heard": (Requests, "_ended_elsewhere", no_effects),
     "nobody is stopped by the daemon": (Requests, "_stop_all", no_effects),
     "what is reserved for other weights is read": (Requests, "_replace_weights", no_effects),
+    "rank 0 asks no rank again": changed(Leader, "_of_part", without(le.Pause)),
+    "rank 0 goes on when another rank has not got its KV": changed(Leader, "_of_part", without(le.StopOwn)),
+    "other ranks are not told that rank 0 has given up": (Leader, "_give_up", no_effects_but_told),
+    "an end that was not heard is not told again": (Leader, "_told", told_once),
+    "refusals are told to nobody": changed(Leader, "on", without_refusals),
+    "rank 0 gathers ends for ever": (Leader, "_late", no_effects),
+    "an order that is over is led on": (Leader, "_settled", led_on),
     "one fewer is not counted": (Requests, "_quiet", no_effects),
 }

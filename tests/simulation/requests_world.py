@@ -19,9 +19,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from violation import Violation
 
-from kvferry.errors import Conflict, KvferryError, Unavailable
+from kvferry.errors import Conflict, KvferryError, PeerFailed, Unavailable
+from kvferry.protocol import leader_events as le
 from kvferry.protocol import requests_events as e
 from kvferry.protocol.attempts import Attempt, Key, Limits, ReadingRank
+from kvferry.protocol.leader import Leader
 from kvferry.protocol.requests import Requests
 
 BLOCKS, MOST, HISTORY, DEADLINE_S = 16, 4, 2, 30.0
@@ -73,12 +75,18 @@ class Job:
     """Of the daemons when its order was handed on."""
     shares: dict[int, bool | None] = field(default_factory=dict)
     """On rank 0: whether the part of each other rank is done; None before it has ended."""
-    handed_to: dict[int, int] = field(default_factory=dict)
-    """Lives of the daemons that have its order."""
 
     @property
     def failed(self) -> bool:
         return self.ended and not self.done
+
+
+@dataclass(eq=False)
+class Call:
+    """The leader's effect, which takes its time. life: of the daemon that has taken the order."""
+
+    effect: le.Gather | le.Ask | le.Pause | le.Tell
+    life: int = 0
 
 
 @dataclass(eq=False)
@@ -95,6 +103,10 @@ class Daemon:
     """Attempts to which nothing belongs any more."""
     refused: list[tuple[Key, Attempt, set[int]]] = field(default_factory=list)
     """Reservations; with the lives of the daemons then."""
+    leader: Leader = field(default_factory=Leader)
+    """Of rank 0."""
+    calls: list[Call] = field(default_factory=list)
+    """Of rank 0 to other ranks."""
     answers: dict[str, tuple[int, object]] = field(default_factory=dict)
     """The part of each order id, and what the order said."""
 
@@ -117,8 +129,8 @@ class World:
         self.draining: set[int] = set()
         self.numbers: Counter[str] = Counter()
         """The engine's last attempt at each request."""
-        self.tells: list[tuple[int, int, e.EndedElsewhere, float]] = []
-        """(rank, its life, what it is told, until when) of ends that are told until they are heard."""
+        self.tells: list[tuple[int, e.EndedElsewhere]] = []
+        """Ends that ranks hear of by other ways."""
         self.ends: Counter[str] = Counter()
         self.pairs: Counter[tuple[str, str]] = Counter()
         """How often each event met each state of its request."""
@@ -214,19 +226,17 @@ class World:
                 job = at.jobs[part]
                 if at.rank or job.shares or not job.reserved:
                     raise Violation("an order is handed on that is not to be")
-                job.shares = dict.fromkeys(range(1, self.of))
-                job.lives = self.lives()
+                others = tuple(range(1, self.of))
+                job.shares, job.lives = dict.fromkeys(others), self.lives()
+                if others:
+                    self.lead(at, le.Lead(part, at.at, job.key[2], job.attempt, others, job.deadline))
             case e.Stop(part, _, why):
                 at.jobs[part].stop = at.jobs[part].stop or why
             case e.TellEnded(part):
-                job = at.jobs[part]
-                for rank, done in job.shares.items():
-                    if done is None:
-                        self._tell(rank, job.key, job.attempt, max(job.deadline, self.now + 1))
-            case e.TellRefused(_, request_id, attempt, _):
-                for rank in range(self.of):
-                    if rank != at.rank:
-                        self._tell(rank, at.at.key(request_id), attempt, self.now + DEADLINE_S)
+                self.lead(at, le.GaveUp(part, "failed", failed=True))
+            case e.TellRefused(where, request_id, attempt, why):
+                end = le.End(where, request_id, attempt, why.code, failed=True)
+                self.lead(at, le.Refused(end, tuple(range(1, self.of)), self.now + DEADLINE_S))
             case e.Forgotten(part):
                 job = at.jobs.pop(part)
                 if not (job.over and job.quiet):
@@ -250,12 +260,30 @@ class World:
             if lower and other is not job and other.stop is None:
                 raise Violation("an attempt goes on beside a higher one")
 
-    def _tell(self, rank: int, key: Key, attempt: Attempt, until: float) -> None:
-        to = self.daemons[rank]
-        self.tells.append((rank, to.life, e.EndedElsewhere(to.at, key[2], attempt, True, "told"), until))
+    def lead(self, at: Daemon, event: le.Event) -> None:
+        """Tell rank 0's machine."""
+        effects = at.leader.on(event, self.now)
+        self.tell(f"rank 0 leads: {event} -> {effects}")
+        for effect in effects:
+            match effect:
+                case le.Gather() | le.Ask() | le.Pause() | le.Tell():
+                    at.calls.append(Call(effect))
+                case le.Close(part, rank) | le.Late(part, rank):
+                    if at.jobs[part].shares[rank] is not None:
+                        raise Violation("a part that has ended is closed")
+                    at.jobs[part].shares[rank] = False
+                case le.StopOwn(part, rank, _):
+                    job = at.jobs[part]
+                    job.stop = job.stop or Conflict("rank_failed", f"rank {rank}")
+                case le.Finished(part):
+                    at.calls = [each for each in at.calls if getattr(each.effect, "part", 0) != part]
+                    self._look_over(at, at.jobs[part])
+        at.leader.check()
 
     def end(self, at: Daemon, job: Job, problem: KvferryError | None) -> None:
         job.ended, job.done = True, problem is None
+        if job.done and False in job.shares.values():
+            raise Violation("rank 0 goes on when another rank has not got its KV")
         self.ends["done" if job.done else problem.code if problem else ""] += 1
         if job.reserved or job.handed:
             at.dead[job.key].add(job.attempt)
@@ -346,6 +374,9 @@ class World:
             self.numbers[name] += 1
         number = self.numbers[name] if rng.random() < 0.8 else rng.randint(1, self.numbers[name])
         self.reserve(at, name, number, Order() if rng.random() < 0.4 else None)
+        ordered = [job.attempt.number for job in at.going_on() if job.key[2] == name and not job.reserved]
+        if any(ordered) and rng.random() < 0.5:  # in the same turn
+            self.reserve(at, name, max(ordered), None)
 
     def route(self) -> None:
         rng, name = self.rng, self.rng.choice(NAMES)
@@ -355,59 +386,76 @@ class World:
 
     # ---- between the ranks ----
 
-    def _deliver(self) -> bool:
-        """An end that is told until it is heard."""
+    def _hear(self) -> bool:
+        """An end that a rank hears of by another way."""
         if not self.tells:
             return False
-        rank, life, said, until = self.tells.pop(self.rng.randrange(len(self.tells)))
-        to = self.daemons[rank]
-        if to.life == life and self.now <= until:
-            found = to.of(to.at.key(said.request_id), said.attempt)
-            effects = self.feed(to, said)
-            if not found and not any(isinstance(each, e.Stop) for each in effects):
-                to.dead[to.at.key(said.request_id)].add(said.attempt)
-            if self.rng.random() < 0.2:
-                self.feed(to, said)
+        rank, said = self.tells.pop(self.rng.randrange(len(self.tells)))
+        self._end_elsewhere(self.daemons[rank], said)
         return True
 
+    def _end_elsewhere(self, to: Daemon, said: e.EndedElsewhere) -> None:
+        key = to.at.key(said.request_id)
+        found = to.of(key, said.attempt)
+        effects = self.feed(to, replace(said, at=to.at))
+        if not found and not any(isinstance(each, e.Stop) for each in effects):
+            to.dead[key].add(said.attempt)
+        if self.rng.random() < 0.2:
+            self.feed(to, replace(said, at=to.at))
+
     def _follow(self) -> bool:
-        """Rank 0 hands an order to one rank, or hears that its part has ended."""
+        """A call of rank 0 comes to something."""
         first = self.daemons[0]
-        led = [(job, rank) for job in first.jobs.values() for rank, done in job.shares.items() if done is None]
-        self.rng.shuffle(led)
-        for job, rank in led:
-            to = self.daemons[rank]
-            if job.handed_to.get(rank, to.life) != to.life or job.deadline < self.now:
-                self._share(first, job, rank, done=False)
-                return True
-            if rank not in job.handed_to:
-                job.handed_to[rank] = to.life
-                if job.failed or not self._hand(job, to):
-                    self._share(first, job, rank, done=False)
-                return True
-            found = to.of(job.key, job.attempt)
-            if not found or found[-1].ended:
-                self._share(first, job, rank, done=bool(found and found[-1].done))
+        for call in self.rng.sample(first.calls, len(first.calls)):
+            event = self._come_to(first, call)
+            if event is not None:
+                if not (isinstance(event, le.Heard) and event.done is None):
+                    first.calls.remove(call)
+                self.lead(first, event)
                 return True
         return False
 
-    def _hand(self, job: Job, to: Daemon) -> bool:
-        """Whether the rank takes it."""
+    def _come_to(self, first: Daemon, call: Call) -> le.Event | None:
+        lost = not self.calm and self.rng.random() < 0.1
+        match call.effect:
+            case le.Gather(part) if lost:
+                return le.Incomplete(part, Unavailable("roster_incomplete", "rank 1 is missing"))
+            case le.Gather(part):
+                return le.Whole(part, {at.rank: at.instance for at in self.daemons})
+            case le.Pause(part, rank, _):
+                return le.Again(part, rank, self.daemons[rank].instance)
+            case le.Tell(number, rank, end, _):
+                if not lost:
+                    said = e.EndedElsewhere(end.at, end.request_id, end.attempt, end.failed, end.code)
+                    self._end_elsewhere(self.daemons[rank], said)
+                return le.Told(number, lost=lost)
+            case le.Ask(part, rank):
+                job, to = first.jobs[part], self.daemons[rank]
+                if lost or call.life not in (0, to.life):
+                    return le.Unheard(part, rank, PeerFailed("rank_lost", "it cannot be reached"), lost=True)
+                if not call.life:
+                    call.life = to.life
+                    why = self._hand(job, to)
+                    return le.Heard(part, rank) if why is None else le.Unheard(part, rank, why)
+                found = to.of(job.key, job.attempt)
+                if found and not found[-1].ended:
+                    return None
+                job.shares[rank] = done = bool(found and found[-1].done)
+                return le.Heard(part, rank, done, "lease_ended")
+
+    def _hand(self, job: Job, to: Daemon) -> KvferryError | None:
+        """Why the rank does not take it."""
         assert job.order is not None
         order = replace(job.order, leader=self.daemons[0].instance, number=job.attempt.number)
         blocks = job.brought.get(to.rank)
         reservation = None if blocks is None else self.reservation(blocks)
         event = e.Handed(to.at, job.key[2], job.attempt, order, reservation, self.closed(to, handed=True))
         answer = self.feed(to, event)[-1]
-        if isinstance(answer, e.Refused) and answer.why.code in DEAD and not to.of(job.key, job.attempt):
+        if not isinstance(answer, e.Refused):
+            return None
+        if answer.why.code in DEAD and not to.of(job.key, job.attempt):
             to.dead[job.key].add(job.attempt)
-        return isinstance(answer, e.Taken)
-
-    def _share(self, first: Daemon, job: Job, rank: int, *, done: bool) -> None:
-        job.shares[rank] = done
-        if not done and not job.ended:
-            job.stop = job.stop or Conflict("rank_failed", f"rank {rank}")
-        self._look_over(first, job)
+        return answer.why
 
     def _move(self) -> bool:
         """A transfer ends, or becomes quiet."""
@@ -458,7 +506,8 @@ class World:
             case "late" if self.numbers["r"]:
                 self.reserve(at, "r", rng.randint(1, self.numbers["r"]), None)
             case "elsewhere" if at.rank and self.numbers["r"]:
-                self._tell(at.rank, at.at.key("r"), Attempt(rng.randint(1, self.numbers["r"])), self.now + 1)
+                attempt = Attempt(rng.randint(1, self.numbers["r"]))
+                self.tells.append((at.rank, e.EndedElsewhere(at.at, "r", attempt, rng.random() < 0.5, "told")))
             case _:
                 pass
 
@@ -479,13 +528,16 @@ class World:
             for job in at.going_on():
                 if job.deadline <= self.now:
                     self.end(at, job, Conflict("deadline", "it passed"))
+        due = self.daemons[0].leader.next_timer()
+        if due is not None and due <= self.now:
+            self.lead(self.daemons[0], le.Tick())
 
     # ---- a run ----
 
     def step(self) -> bool:
         """Somebody's next step, if anybody can take one."""
         self.steps += 1
-        kinds = [self._deliver, self._follow, self._move]
+        kinds = [self._hear, self._follow, self._move]
         self.rng.shuffle(kinds)
         return any(kind() for kind in kinds)
 
@@ -517,17 +569,27 @@ class World:
         first = self.daemons[0]
         if self.draining and any(not (job.reserved or job.handed) for job in first.going_on()):
             raise Violation("an order waits on an engine that drains")
+        for job in first.jobs.values():
+            for rank, done in job.shares.items():
+                if done is None and not any(self._asks(call, job.part, rank) for call in first.calls):
+                    raise Violation("a rank is not asked again")
         given_up = [(job.key, job.attempt, job.lives) for job in first.jobs.values() if job.shares and job.failed]
         for key, attempt, lives in [*given_up, *first.refused]:
             for at in self.daemons[1:]:
                 if at.life in lives and any(not part.ended for part in at.of(key, attempt)):
                     raise Violation("a rank goes on with what rank 0 has given up")
 
+    def _asks(self, call: Call, part: int, rank: int) -> bool:
+        return isinstance(call.effect, le.Ask) and (call.effect.part, call.effect.rank) == (part, rank)
+
     def _check_rest(self) -> None:
         for at in self.daemons:
             sizes = at.machine.sizes()
             if at.going_on() or at.machine.left or sizes["waiting"] or sizes["claims"]:
                 raise Violation("something never ends", f"rank {at.rank}: {sizes}")
+            led = at.leader.sizes()
+            if led["led"] or led["told"] or at.calls:
+                raise Violation("rank 0 never ends with an order", f"{led}")
             self.feed(at, e.Tidy())
             if at.machine.sizes()["parts"] > HISTORY:
                 raise Violation("more is kept than the history")

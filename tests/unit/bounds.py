@@ -18,13 +18,12 @@ import numpy as np
 from cachetools import Cache
 from stepped import Daemon
 
-from kvferry.protocol import lease, leases, packing, parts, peers, readers, serving
+from kvferry.protocol import leader, lease, leases, packing, parts, peers, readers, serving
 from kvferryd import aio
 from kvferryd.api import callers
 from kvferryd.engine import registry
 from kvferryd.peers import peer, reader_stream
 from kvferryd.staging import share
-from kvferryd.transfers import ranks
 from kvferryd.transfers.order import Reservation
 from kvferryd.transfers.transfer import Transfer
 
@@ -98,8 +97,12 @@ UNDER_WAY: dict[str, Row] = {
     "Transfers._after": lambda kept: 2 * kept("Transfers._by_id"),
     "transfers over that hold more than a record": lambda kept: 0,
     "users of peers": lambda kept: kept.going_on,
-    "Ranks._tasks": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "Ranks._refusals": lambda kept: kept.ranks * ranks.TOLD_AGAIN,
+    "Ranks._led": lambda kept: kept.going_on,
+    "_Led.calls": lambda kept: kept.ranks * kept("Ranks._led"),
+    "Ranks._telling": lambda kept: kept("Leader._tells"),
+    "Leader._led": lambda kept: kept.going_on,
+    "_Led.ranks": lambda kept: kept.ranks * kept("Leader._led"),
+    "Leader._tells": lambda kept: kept.ranks * (leader.TOLD_AGAIN + kept.going_on),
     "Claims._held": lambda kept: kept.going_on,
     "Claims._gone": lambda kept: kept("Claims._held"),
     "Reservation.blocks": lambda kept: kept.going_on,
@@ -125,8 +128,10 @@ UNDER_WAY: dict[str, Row] = {
     "Waits._requests": lambda kept: kept.config.max_leases,
     "Waits._request_of": lambda kept: 2 * kept.others * kept("Waits._requests"),
     "Waits._at": lambda kept: kept("Waits._request_of"),
-    "Alarms._at": lambda kept: kept("Leases._live") + kept("Packing._held") + kept("Askings._at"),
-    "Alarms._heap": lambda kept: 2 * kept("Alarms._at") + 64,
+    "Alarms._at": lambda kept: (
+        kept("Leases._live") + kept("Packing._held") + kept("Askings._at") + kept("Leader._led")
+    ),
+    "Alarms._heap": lambda kept: 2 * kept("Alarms._at") + 64 * kept.of("Alarms"),
     "Lease.queued": lambda kept: lease.MAX_FENCED * kept("Leases._live"),
     "Publication.tables": lambda kept: kept("Leases._live"),
     "Readers._places": lambda kept: 2 * kept.others * kept("Leases._live"),
@@ -174,7 +179,19 @@ UNDER_WAY: dict[str, Row] = {
     ),
 }  # fmt: skip
 """Collections of what is under way: nothing is left in them when nothing is."""
-TASKS = ("._after", "._tasks", "._refusals", "._preparing", "._shaking", "._naming", "._unloading", "._freeing")
+OF_SEVERAL_RANKS = {"_Led.calls", "_Led.ranks"}
+"""Rows of engines of several ranks alone, as the worlds of seeded.py have."""
+TASKS = (
+    "._after",
+    "._tasks",
+    "._telling",
+    "_Led.calls",
+    "._preparing",
+    "._shaking",
+    "._naming",
+    "._unloading",
+    "._freeing",
+)
 REMEMBERED: dict[str, Row] = {
     # Who asks rank 0 which lease it reads waits there by the deadline of the call.
     "Transfers._awaited": lambda kept: kept.ranks * kept.config.max_transfers,
@@ -184,6 +201,7 @@ REMEMBERED: dict[str, Row] = {
     "Transfers._by_part": lambda kept: kept("Transfers._by_id"),
     "Transfers._ranks_of": lambda kept: 1,
     "Transfers._engines": lambda kept: 1,
+    "Ranks._engines": lambda kept: 1,
     "Parts._by_number": lambda kept: kept("Transfers._by_id"),
     "Parts._current": lambda kept: kept("Transfers._by_id"),
     "Parts._ended": lambda kept: kept("Transfers._by_id"),

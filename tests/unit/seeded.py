@@ -33,6 +33,7 @@ from bounds import Kept
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 
 from kvferry.errors import Conflict, KvferryError
+from kvferry.protocol.leader import GRACE_S
 from kvferry.protocol.packing import KEPT_S
 from kvferry.protocol.values import Account, Publication
 from kvferry.schemas import LeaseState, OrderBody, SourceBody, TransferState
@@ -41,7 +42,6 @@ from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
 from kvferryd.aio import NOTED_S
 from kvferryd.transfers.order import Order, Reservation
-from kvferryd.transfers.ranks import GRACE_S
 from kvferryd.transfers.record import OF_ANOTHER
 from kvferryd.transfers.transfer import Transfer
 

@@ -77,7 +77,7 @@ async def test_a_rank_that_is_told_of_an_end_after_its_engine_has_gone_keeps_no_
         jobs.abort_engine(engine, "it has gone")
         await jobs.leave(engine)
         await transfer.ended.wait()
-        while tasks := jobs._ranks._tasks | jobs._after:
+        while tasks := jobs._ranks._calls() | jobs._after:
             await asyncio.wait(tasks)
         assert not len(peers.channels)
     await peers.close()
@@ -184,7 +184,7 @@ async def test_a_rank_that_was_away_is_dialled_once_when_it_is_back(monkeypatch:
         return True
 
     ours = channels.Channels(Config())
-    ranks, (server, port) = Ranks(Config(), ours, "instance"), await serve()
+    ranks, (server, port) = Ranks(Config(), ours, "instance", {}), await serve()
     address = f"127.0.0.1:{port}"
     engine = first_of(address)
     assert await told()

@@ -15,7 +15,7 @@ tests/simulation runs the same machines, without any shell.
 
     attempts.py  which attempt; why one is refused       requests_events.py  all that is said to it and by it
     parts.py     the newest attempts, and what waits     requests.py  orders and reservations of one daemon
-    claims.py    blocks that may still be written
+    claims.py    blocks that may still be written        leader.py    rank 0: hands on, gathers (leader_events.py)
 
     book.py      the client's half: what an engine has published and receives (book_events.py, book_values.py)
 """

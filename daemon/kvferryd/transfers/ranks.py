@@ -4,67 +4,122 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from typing import TypeVar
-
-from pydantic import BaseModel, ValidationError
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
 
 from kvferry.errors import CLASSES, Conflict, Deadline, Internal, KvferryError, PeerFailed, Unavailable
-from kvferry.protocol.attempts import Attempt
-from kvferry.schemas import Awaited, OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
-from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
-from kvferry.wire import problem_from_proto, tables_to_proto
-from kvferryd.aio import Tasks, to_the_end, together
+from kvferry.protocol import leader_events as e
+from kvferry.protocol.attempts import Attempt, ReadingRank
+from kvferry.protocol.leader import AGAIN_S, Leader
+from kvferry.schemas import OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
+from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
+from kvferryd.aio import Tasks, to_the_end
 from kvferryd.config import Config
 from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel, Channels
 from kvferryd.peers.contact import LOST
-from kvferryd.transfers.order import Reservation, attempt_to_proto
+from kvferryd.transfers.messages import abort_request, order_request, rank_transfer, said
+from kvferryd.transfers.order import attempt_to_proto
 from kvferryd.transfers.record import error_body
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
-GRACE_S = 0.5
-"""How long after the deadline another rank may still say why it failed."""
-AGAIN_S = (0.05, 1.0)
-"""First and longest pause before a rank that cannot be reached is asked or told again."""
 LAST_S = 1.0
 """How long a daemon that stops goes on telling other ranks what has ended."""
-TOLD_AGAIN = 1024
-"""So many refusals may wait to be told again; more are told once."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Led:
+    transfer: Transfer
+    engine: Engine
+    calls: Tasks = field(default_factory=Tasks)
 
 
 class Ranks:
     """Speaks to the daemons of the other ranks, within the deadline of the transfer. Owns its tasks: `close` it."""
 
-    def __init__(self, config: Config, channels: Channels, instance: str) -> None:
-        self._config, self._channels, self._instance = config, channels, instance
-        self._tasks, self._refusals = Tasks(), Tasks()
-        """Calls about transfers, and about attempts that were refused here."""
+    def __init__(self, config: Config, channels: Channels, instance: str, engines: Mapping[int, Engine]) -> None:
+        """engines: by life."""
+        self._config, self._channels, self._instance, self._engines = config, channels, instance, engines
+        self._machine = Leader()
+        self._led: dict[int, _Led] = {}
+        """Transfers whose order is handed on, by part."""
+        self._telling = Tasks()
+        """Calls about what has ended here."""
+        self._timer: asyncio.TimerHandle | None = None
         self._open: dict[Engine, dict[str, Channel]] = {}
         """Channels to the ranks of an engine, by address: they stay open, since every order needs them at once."""
 
-    def hand_on(self, transfer: Transfer, engine: Engine) -> None:
+    def hand_on(self, transfer: Transfer, engine: Engine, at: ReadingRank) -> None:
         """Hand the transfer's order to all other ranks, and keep how far they are until they have ended."""
-        if engine.world_size > 1:
-            for rank in range(engine.world_size):
-                if rank != engine.rank:
-                    transfer.ranks[rank] = RankTransfer(rank=rank, state=TransferState.WAITING)
-            self._tasks.spawn(self._follow_all(transfer, engine))
+        others = tuple(rank for rank in range(engine.world_size) if rank != engine.rank)
+        if others:
+            for rank in others:
+                transfer.ranks[rank] = RankTransfer(rank=rank, state=TransferState.WAITING)
+            self._led[transfer.part] = _Led(transfer, engine)
+            self._on(e.Lead(transfer.part, at, transfer.request_id, transfer.attempt, others, transfer.deadline))
 
-    def abort(self, transfer: Transfer, engine: Engine) -> None:
+    def give_up(self, transfer: Transfer) -> None:
         """This rank has not got its KV: the others need not go on."""
-        if transfer.ends_told:
-            return
-        transfer.ends_told = bool(transfer.ranks)
-        for rank, share in transfer.ranks.items():
-            if not share.state.ended:
-                code = transfer.problem.code if transfer.problem else transfer.state.value
-                failed = transfer.state is TransferState.FAILED
-                request = _abort(engine, transfer.request_id, transfer.attempt, code, failed=failed)
-                self._tasks.spawn(self._tell_ended(engine, rank, request, transfer.deadline))
+        code = transfer.problem.code if transfer.problem else transfer.state.value
+        self._on(e.GaveUp(transfer.part, code, failed=transfer.state is TransferState.FAILED))
+
+    def tell_refused(self, at: ReadingRank, request_id: str, attempt: Attempt, why: KvferryError) -> None:
+        """This rank takes no part in the attempt: the others need not go on with it, or begin."""
+        engine = self._engines[at.life]
+        others = tuple(rank for rank in range(engine.world_size) if rank != engine.rank)
+        until = asyncio.get_running_loop().time() + self._config.deadline_s
+        self._on(e.Refused(e.End(at, request_id, attempt, why.code, failed=True), others, until))
+
+    # ---- the machine ----
+
+    def _on(self, event: e.Event) -> None:
+        loop = asyncio.get_running_loop()
+        for effect in self._machine.on(event, loop.time()):
+            try:
+                self._do(effect)
+            except Exception:  # it stops no other
+                log.exception("an effect failed", step=type(effect).__name__)
+        due, timer = self._machine.next_timer(), self._timer
+        if timer is not None and timer.when() != due:
+            timer.cancel()
+            self._timer = timer = None
+        if due is not None and timer is None:
+            self._timer = loop.call_at(due, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._on(e.Tick())
+
+    def _do(self, effect: e.Effect) -> None:
+        match effect:
+            case e.Gather(part):
+                self._led[part].calls.spawn(self._gather(part, self._led[part].engine))
+            case e.Ask(part, rank):
+                self._led[part].calls.spawn(self._follow(part, rank, self._led[part]))
+            case e.Pause(part, rank, seconds):
+                self._led[part].calls.spawn(self._pause(part, rank, seconds, self._led[part].engine))
+            case e.Close(part, rank, why):
+                aborted = why is None or why.code == "aborted"
+                state = TransferState.ABORTED if aborted else TransferState.FAILED
+                error = None if why is None else error_body(why)
+                self._led[part].transfer.set_rank(RankTransfer(rank=rank, state=state, error=error))
+            case e.Late(part, rank):
+                led = self._led[part]
+                late = _late(led.transfer.ranks[rank], led.engine.members.get(rank, "an unknown address"))
+                led.transfer.set_rank(RankTransfer(rank=rank, state=TransferState.FAILED, error=error_body(late)))
+            case e.StopOwn(part, rank, code):
+                self._led[part].transfer.stop(*_because_of(rank, code))
+            case e.Tell(tell, rank, end, seconds):
+                self._telling.spawn(self._tell(self._engines.get(end.at.life), tell, rank, end, seconds))
+            case e.Finished(part):
+                for call in self._led.pop(part).calls - {asyncio.current_task()}:
+                    call.cancel()
+            case _:
+                assert_never(effect)
 
     async def ask_bound(self, transfer: Transfer, engine: Engine) -> tuple[str, int]:
         """(the source's epoch, the lease's number) of what rank 0 reads. Raises KvferryError; `rank_lost` where rank 0
@@ -87,16 +142,6 @@ class Ranks:
             await asyncio.sleep(pause)
         raise AssertionError("pauses do not end")
 
-    def tell_refused(self, engine: Engine, request_id: str, attempt: Attempt, why: KvferryError) -> None:
-        """This rank takes no part in the attempt: the others need not go on with it, or begin."""
-        until = asyncio.get_running_loop().time()
-        if len(self._refusals) < TOLD_AGAIN:
-            until += self._config.deadline_s
-        for rank in range(engine.world_size):
-            if rank != engine.rank:
-                request = _abort(engine, request_id, attempt, why.code, failed=True)
-                self._refusals.spawn(self._tell_ended(engine, rank, request, until))
-
     async def lead(self, engine: Engine, body: OrderBody, trace: logs.Trace) -> tuple[Ordered, bool]:
         """Give a router's order to rank 0; (its answer, whether the order is new). Raises KvferryError."""
         async with self._leader(engine) as stub:
@@ -105,7 +150,7 @@ class Ranks:
                 traceparent=trace.traceparent, x_request_id=trace.x_request_id, key=engine.roster_key,
             )  # fmt: skip
             reply = await stub.Lead(request, timeout=self._config.connect_timeout_s)
-        return _said(Ordered, reply.ordered), reply.created
+        return said(Ordered, reply.ordered), reply.created
 
     async def record(self, engine: Engine, transfer_id: str, wait_s: float, *, abort: bool) -> TransferRecord:
         """The record of a transfer that rank 0 keeps. Raises KvferryError."""
@@ -114,7 +159,7 @@ class Ranks:
                 engine_id=engine.engine_id, transfer_id=transfer_id, wait_s=wait_s, abort=abort, key=engine.roster_key
             )
             reply = await stub.Record(request, timeout=wait_s + self._config.connect_timeout_s)
-        return _said(TransferRecord, reply.record)
+        return said(TransferRecord, reply.record)
 
     async def prewarm(self, engine: Engine, source: str, address: str) -> None:
         """Every other rank shakes hands with this source. Raises KvferryError, which names a rank that could not."""
@@ -141,14 +186,22 @@ class Ranks:
 
     async def close(self) -> None:
         """What has just ended is told before, if it can be."""
-        if telling := self._tasks | self._refusals:
-            await asyncio.wait(telling, timeout=LAST_S)
-        if left := self._tasks | self._refusals:
-            for task in left:
-                task.cancel()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LAST_S
+        while (telling := self._calls()) and loop.time() < until:
+            await asyncio.wait(telling, timeout=until - loop.time())
+        if self._timer is not None:
+            self._timer.cancel()
+        left = self._calls()
+        for call in left:
+            call.cancel()
+        if left:
             await asyncio.wait(left)
         for engine in list(self._open):
             await self.leave(engine)
+
+    def _calls(self) -> set[asyncio.Task[None]]:
+        return self._telling.union(*(led.calls for led in self._led.values()))
 
     async def renew(self) -> None:
         """Dial anew for the next order: the certificates have changed."""
@@ -169,120 +222,66 @@ class Ranks:
         async with self._channels.calling(address) as stub:
             yield stub
 
-    async def _follow_all(self, transfer: Transfer, engine: Engine) -> None:
-        lost: dict[int, KvferryError] = {}
-        """Ranks that cannot be reached, and why."""
+    # ---- calls: each of them ends as an event ----
+
+    async def _gather(self, part: int, engine: Engine) -> None:
         try:
-            async with asyncio.timeout_at(transfer.deadline + GRACE_S):
-                await engine.until_whole(self._config.connect_timeout_s)
-                if transfer.ended.is_set() and transfer.state is not TransferState.DONE:
-                    for rank in transfer.ranks:  # no other rank has the order: there is nothing to end
-                        transfer.set_rank(RankTransfer(rank=rank, state=TransferState.ABORTED))
-                    return
-                await together(
-                    self._follow(transfer, engine, rank, engine.members[rank], lost) for rank in transfer.ranks
-                )
-        except TimeoutError:
-            self.abort(transfer, engine)
-            for rank, share in list(transfer.ranks.items()):
-                if rank in lost:
-                    self._failed(transfer, rank, lost[rank])
-                elif not share.state.ended:
-                    address = engine.members.get(rank, "an unknown address")
-                    what = f"waited for {share.waits_for.value}" if share.waits_for else f"was {share.state.value}"
-                    why = f"the deadline passed while rank {rank} at {address} {what}"
-                    remedy = "see whether that rank's daemon is alive, or raise deadline_ms"
-                    self._failed(transfer, rank, Deadline("deadline", why, field="rank", value=rank, remedy=remedy))
-        except Unavailable as why_not:  # of ranks that have not joined
-            for rank in list(transfer.ranks):
-                self._failed(transfer, rank, why_not)
+            await engine.until_whole(self._config.connect_timeout_s)
+        except Unavailable as why:
+            self._on(e.Incomplete(part, why))
+        else:
+            self._on(e.Whole(part, dict(engine.instances)))
+
+    async def _pause(self, part: int, rank: int, seconds: float, engine: Engine) -> None:
+        await asyncio.sleep(seconds)
+        self._on(e.Again(part, rank, engine.instances.get(rank, "") if rank in engine.members else None))
+
+    async def _follow(self, part: int, rank: int, led: _Led) -> None:
+        """Hand the order to one rank, and keep what it says until its part has ended."""
+        engine, address = led.engine, led.engine.members.get(rank, "an unknown address")
+        try:
+            await self._hear(part, rank, led, address)
+        except KvferryError as error:
+            lost = error.code in LOST
+            self._on(e.Unheard(part, rank, _lost(engine, rank, error) if lost else error, lost=lost))
         except Exception as error:
-            log.exception("handing an order on broke", request_id=transfer.request_id)
-            for rank, share in list(transfer.ranks.items()):
-                if not share.state.ended:
-                    why = f"the daemon failed while it handed the order on: {type(error).__name__}"
-                    self._failed(transfer, rank, Internal("internal", why))
+            log.exception("following a rank broke", request_id=led.transfer.request_id, rank=rank, address=address)
+            why = f"the daemon failed over what rank {rank} at {address} said: {type(error).__name__}"
+            self._on(e.Unheard(part, rank, Internal("internal", why)))
 
-    async def _follow(
-        self, transfer: Transfer, engine: Engine, rank: int, address: str, lost: dict[int, KvferryError]
-    ) -> None:
-        """Hand the order to one rank and keep what it says, until its part has ended. A rank that cannot be reached
-        goes on, so it is asked again, for as long as it has the same daemon. Raises nothing: other ranks' parts go on
-        until they have ended too."""
-        instance = engine.instances.get(rank)
-        for pause in _pauses():
-            try:
-                await self._hear(transfer, engine, rank, address, lost)
-                break
-            except KvferryError as error:
-                if error.code not in LOST:
-                    self._failed(transfer, rank, error)
-                    return
-                lost[rank] = _lost(engine, rank, error)
-            except Exception as error:
-                log.exception("following a rank broke", request_id=transfer.request_id, rank=rank, address=address)
-                why = f"the daemon failed over what rank {rank} at {address} said: {type(error).__name__}"
-                self._failed(transfer, rank, Internal("internal", why))
-                return
-            await asyncio.sleep(pause)
-            given_up = transfer.ended.is_set() and transfer.state is not TransferState.DONE
-            if given_up or rank not in engine.members or engine.instances.get(rank) != instance:
-                self._failed(transfer, rank, lost.pop(rank))
-                return
-        share = transfer.ranks[rank]
-        if share.state is not TransferState.DONE:
-            self._stop_own(transfer, share)
-
-    async def _hear(
-        self, transfer: Transfer, engine: Engine, rank: int, address: str, lost: dict[int, KvferryError]
-    ) -> None:
-        """One rank's words until its part has ended. Raises KvferryError, of LOST where the rank cannot be reached."""
-        request = _request(transfer, engine, rank)
-        request.leader = self._instance
-        async with self._asking(engine, address) as stub:
+    async def _hear(self, part: int, rank: int, led: _Led, address: str) -> None:
+        """Raises KvferryError, of LOST where the rank cannot be reached."""
+        request = order_request(led.transfer, led.engine, rank, self._instance)
+        async with self._asking(led.engine, address) as stub:
             call = stub.Order(request)
             try:
                 async for reply in call:
-                    lost.pop(rank, None)
-                    transfer.set_rank(_rank_transfer(reply, rank, address))
-                    if transfer.ranks[rank].state.ended:
-                        return  # whatever becomes of the stream
+                    share = rank_transfer(reply, rank, address)
+                    led.transfer.set_rank(share)
+                    if share.state.ended:  # whatever becomes of the stream
+                        code = share.error.code if share.error else share.state.value
+                        self._on(e.Heard(part, rank, share.state is TransferState.DONE, code))
+                        return
+                    self._on(e.Heard(part, rank))
             finally:
                 call.cancel()
         raise PeerFailed("peer_lost", f"rank {rank} at {address} stopped answering")
 
-    def _failed(self, transfer: Transfer, rank: int, why: KvferryError) -> None:
-        state = TransferState.ABORTED if why.code == "aborted" else TransferState.FAILED
-        share = RankTransfer(rank=rank, state=state, error=error_body(why))
-        transfer.set_rank(share)
-        self._stop_own(transfer, share)
-
-    @staticmethod
-    def _stop_own(transfer: Transfer, share: RankTransfer) -> None:
-        """KV is of use only if all ranks have it: tell this rank's engine now, not at the deadline."""
-        if share.state is TransferState.ABORTED:
-            why: KvferryError = Conflict("aborted", f"rank {share.rank} of the same engine was aborted")
-        else:
-            code = share.error.code if share.error else share.state.value
-            message = f"rank {share.rank} of the same engine failed: {code}"
-            remedy = "see that rank's part of the transfer record"
-            why = PeerFailed("rank_failed", message, field="rank", value=share.rank, remedy=remedy)
-        transfer.stop(share.state, why)
-
-    async def _tell_ended(self, engine: Engine, rank: int, request: peer_pb2.AbortRequest, until: float) -> None:
-        """Until that rank has answered, or until its part has ended by its own deadline."""
-        for pause in _pauses():
-            if rank in engine.members:
-                try:
-                    async with self._asking(engine, engine.members[rank]) as stub:
-                        await stub.Abort(request, timeout=self._config.connect_timeout_s)
-                    return
-                except KvferryError as error:
-                    if error.code not in LOST:
-                        return
-            if asyncio.get_running_loop().time() + pause >= until:
-                return
-            await asyncio.sleep(pause)
+    async def _tell(self, engine: Engine | None, tell: int, rank: int, end: e.End, seconds: float) -> None:
+        lost = engine is not None
+        try:
+            if seconds:
+                await asyncio.sleep(seconds)
+            if engine is not None and rank in engine.members:
+                async with self._asking(engine, engine.members[rank]) as stub:
+                    await stub.Abort(abort_request(engine, end), timeout=self._config.connect_timeout_s)
+                lost = False
+        except KvferryError as error:
+            lost = error.code in LOST
+        except Exception:
+            log.exception("telling a rank broke", request_id=end.request_id, rank=rank)
+            lost = False
+        self._on(e.Told(tell, lost=lost))
 
 
 def _pauses() -> Iterator[float]:
@@ -313,68 +312,17 @@ def naming(engine: Engine, rank: int) -> Iterator[None]:
         ) from error
 
 
-def _abort(engine: Engine, request_id: str, attempt: Attempt, code: str, *, failed: bool) -> peer_pb2.AbortRequest:
-    return peer_pb2.AbortRequest(
-        engine_id=engine.engine_id, request_id=request_id, reason=f"rank {engine.rank}: {code}",
-        attempt=attempt_to_proto(attempt), failed=failed, key=engine.roster_key,
-    )  # fmt: skip
+def _late(share: RankTransfer, address: str) -> KvferryError:
+    what = f"waited for {share.waits_for.value}" if share.waits_for else f"was {share.state.value}"
+    why = f"the deadline passed while rank {share.rank} at {address} {what}"
+    remedy = "see whether that rank's daemon is alive, or raise deadline_ms"
+    return Deadline("deadline", why, field="rank", value=share.rank, remedy=remedy)
 
 
-B = TypeVar("B", bound=BaseModel)
-
-
-def _said(body: type[B], json: bytes) -> B:
-    """What rank 0 has answered. Raises KvferryError (`protocol`)."""
-    try:
-        return body.model_validate_json(json)
-    except ValidationError as error:
-        why = f"rank 0 answered with what is no {body.__name__}: {error.error_count()} fields"
-        raise Conflict("protocol", why, field="order", remedy="run one version of kvferry on all ranks") from None
-
-
-def _request(transfer: Transfer, engine: Engine, rank: int) -> peer_pb2.OrderRequest:
-    order = transfer.order
-    assert order is not None
-    left_s = transfer.deadline - asyncio.get_running_loop().time()
-    request = peer_pb2.OrderRequest(
-        engine_id=engine.engine_id,
-        request_id=transfer.request_id,
-        priority=order.priority,
-        source=engine_pb2.Source(
-            engine_id=order.engine_id, address=order.address, epoch=order.epoch, lease=order.lease
-        ),
-        deadline_s=max(1e-3, left_s),
-        ordered_s=transfer.ordered_s,
-        traceparent=order.trace.traceparent,
-        x_request_id=order.trace.x_request_id,
-        attempt=attempt_to_proto(transfer.attempt),
-        way=order.way,
-        key=engine.roster_key,
-    )
-    reservation = transfer.brought.get(rank)
-    if isinstance(reservation, Reservation):
-        request.tables.CopyFrom(tables_to_proto(reservation.tables))
-        if reservation.tokens is not None:
-            start, stop = reservation.tokens
-            request.tokens.CopyFrom(layout_pb2.TokenRange(start=start, stop=stop))
-    return request
-
-
-def _rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> RankTransfer:
-    if reply.state not in {state.value for state in TransferState} or reply.rank != rank:
-        why = f"peer {address} answered with state {reply.state} of rank {reply.rank}"
-        raise Conflict("protocol", why, field="state", value=reply.state)
-    phases_ms = dict(reply.phases_ms)
-    moving_ms = phases_ms.get("moving", 0.0)
-    return RankTransfer(
-        rank=reply.rank,
-        state=TransferState(reply.state),
-        bytes=reply.nbytes,
-        descriptors=reply.descriptors,
-        path=reply.path,
-        transport=reply.transport,
-        phases_ms=phases_ms,
-        bytes_per_s=round(1e3 * reply.nbytes / moving_ms) if moving_ms > 0 else 0.0,
-        waits_for=Awaited(reply.waits_for) if reply.waits_for in set(Awaited) else None,
-        error=error_body(problem_from_proto(reply.problem)) if reply.HasField("problem") else None,
-    )
+def _because_of(rank: int, code: str) -> tuple[TransferState, KvferryError]:
+    """How this rank's part ends where another rank's has: its engine is told now, not at the deadline."""
+    if code == "aborted":
+        return TransferState.ABORTED, Conflict("aborted", f"rank {rank} of the same engine was aborted")
+    message = f"rank {rank} of the same engine failed: {code}"
+    remedy = "see that rank's part of the transfer record"
+    return TransferState.FAILED, PeerFailed("rank_failed", message, field="rank", value=rank, remedy=remedy)

@@ -45,7 +45,9 @@ class Transfers(Book):
         super().__init__(instance[:8])
         self._config, self._metrics, self._notes, self._spans = config, metrics, notes, spans
         self._one_fewer = one_fewer
-        self._ranks = Ranks(config, peers.channels, instance)
+        self._engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
+        """By life."""
+        self._ranks = Ranks(config, peers.channels, instance, self._engines)
         self._after = Tasks()
         self._around = Surroundings(
             config, peers, self._on_end, self._on_over, self._on_quiet, self._ranks.ask_bound, self._after.spawn
@@ -53,8 +55,6 @@ class Transfers(Book):
         self.requests = Requests(instance, Limits(config.max_transfers, config.history, config.order_tables))
         self._lives = itertools.count(1)
         self._ranks_of: WeakKeyDictionary[Engine, ReadingRank] = WeakKeyDictionary()
-        self._engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
-        """By life."""
         self.draining = False
         self._awaited: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         """Set when the request has a transfer or an attempt more; kept by those that wait for it."""
@@ -122,13 +122,13 @@ class Transfers(Book):
                 assert transfer.order is not None
                 self._after.spawn(self._meet(engine, transfer.order))
             case e.HandOn(part):
-                self._ranks.hand_on(*self._with_engine(part))
+                self._ranks.hand_on(*self._with_engine(part), self.requests.parts[part].at)
             case e.Stop(part, failed, why):
                 self._by_part[part].stop(TransferState.FAILED if failed else TransferState.ABORTED, why)
             case e.TellEnded(part):
-                self._ranks.abort(*self._with_engine(part))
+                self._ranks.give_up(self._by_part[part])
             case e.TellRefused(at, request_id, attempt, why):
-                self._ranks.tell_refused(self._engines[at.life], request_id, attempt, why)
+                self._ranks.tell_refused(at, request_id, attempt, why)
             case e.Appeared(request_id):
                 if (appeared := self._awaited.pop(request_id, None)) is not None:
                     appeared.set()
