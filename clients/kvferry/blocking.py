@@ -119,7 +119,6 @@ class BlockingEngineClient:
         """Once it is closing nothing is given to the loop any more; the lock is held for both."""
         self._client: EngineClient | None = None
         self._staying: asyncio.Task[None] | None = None
-        self._leases: dict[str, BlockingLease] = {}
         # What the daemon was given, to be given to the next one too.
         self._address = ""
         self._allocated: list[SharedRegion | CudaRegion] = []
@@ -273,11 +272,7 @@ class BlockingEngineClient:
     def publish(self, *args: Any, **named: Any) -> BlockingLease:
         """As `EngineClient.publish`; `ended` of the lease is a future."""
         lease = self.call(self.client.publish(*args, **named))
-        known = self._leases.get(lease.request_id)
-        if known is None or known.lease is not lease:
-            known = self._leases[lease.request_id] = BlockingLease(lease, self.start(lease.ended()))
-            known.ended.add_done_callback(lambda _: self._leases.pop(lease.request_id, None))
-        return known
+        return BlockingLease(lease, self.start(lease.ended()))
 
     @_parameters_of(EngineClient.receive)
     def receive(self, *args: Any, **named: Any) -> Receipt:

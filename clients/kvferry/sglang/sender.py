@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import logging
 import time
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import KVTransferError
 
-from kvferry.engine import Lease, Unsettled
+from kvferry.engine import Unsettled
 from kvferry.errors import Conflict, KvferryError
 from kvferry.memory.fences import Fence
 from kvferry.schemas import LeaseState
@@ -54,8 +53,6 @@ class Sender(BaseKVSender):
         self._pages: list[int] = []
         self._expected = self._aux = self._begun = 0
         self._began: float | None = None
-        self._order = asyncio.Lock()
-        self._lease: Lease | None = None
         self._end: Future[LeaseState] | None = None
         """Of the lease, once all of it has been sent."""
         self._state: int | None = None
@@ -116,18 +113,16 @@ class Sender(BaseKVSender):
     async def _publish(
         self, table: BlockTable, num_tokens: int, last: bool, metadata: bytes, weights: str, after: Fence | None
     ) -> LeaseState:
-        """Returns how the lease has ended, after the last publish; a lease that has ended gets no more."""
+        """Returns how the lease has ended, after the last publish."""
         try:
-            async with self._order:
-                if not self._aborted and (self._lease is None or not self._lease.over):
-                    self._lease = await self._daemon.client.publish(
-                        self._name, {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
-                        digest=self._prompt.digest, lease=self._number,
-                        ttl_s=self.kv_mgr.rank.options.lease_ttl_s, withdraw=last, weights=weights,
-                    )  # fmt: skip
-            if self._lease is None:
+            if self._aborted:
                 return LeaseState.REVOKED
-            return await self._lease.ended() if last else LeaseState.PUBLISHING
+            lease = await self._daemon.client.publish(
+                self._name, {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
+                digest=self._prompt.digest, lease=self._number, ttl_s=self.kv_mgr.rank.options.lease_ttl_s,
+                withdraw=last, weights=weights,
+            )  # fmt: skip
+            return await lease.ended() if last else LeaseState.PUBLISHING
         except Unsettled as error:
             await error.quiesced()
             raise
@@ -170,13 +165,12 @@ class Sender(BaseKVSender):
             log.debug("%s", error)
 
     async def _tell_readers(self) -> None:
-        async with self._order:
-            if self.kv_mgr.senders.get(self._room) is not self:  # its lease has ended: another's may be there
-                return
-            try:
-                await self._daemon.client.withdraw(self._name)
-            finally:
-                self.kv_mgr.senders.pop(self._room, None)
+        if self.kv_mgr.senders.get(self._room) is not self:  # its lease has ended: another's may be there
+            return
+        try:
+            await self._daemon.client.withdraw(self._name)
+        finally:
+            self.kv_mgr.senders.pop(self._room, None)
 
     def failure_exception(self) -> None:
         """Raises why this failed; on the other ranks, which end with it, that it was another one. SGLang takes their

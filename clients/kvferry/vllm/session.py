@@ -6,7 +6,6 @@ import asyncio
 import enum
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 log = init_logger("vllm.kvferry.session")
-
-
-@dataclass(slots=True, eq=False)
-class Kept:
-    """A request that is published. order: of its publishes. over: set when the lease of the last one has ended."""
-
-    order: asyncio.Lock = field(default_factory=asyncio.Lock)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Before:
@@ -59,13 +50,15 @@ class Session:
     """Called by the worker's thread; the work is done on the client's event loop.
 
     The worker's thread alone writes down which requests are published or loaded, in the order of its calls: the loop
-    may come to the work late. Work that then finds another entry than its own, or none, has been taken back.
+    may come to the work late. Work that then finds another entry than its own, or none, has been taken back. Once said
+    to the client, things are done in their order.
     """
 
     def __init__(self, daemon: BlockingEngineClient, options: Options) -> None:
         self._daemon = daemon
         self._options = options
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, asyncio.Event] = {}
+        """Requests that are published, each with what is set when the lease of its last publish has ended."""
         self._loading: dict[str, Load] = {}
         self._ends: SimpleQueue[tuple[str, End]] = SimpleQueue()
         self._together: list[Coroutine[Any, Any, None]] | None = None
@@ -107,21 +100,21 @@ class Session:
     def publish(self, publish: Publish, weights: str, after: Fence | None = None) -> None:
         """In the order of calls for each request. weights: the name of those that computed all of it. `after`: when the
         KV is in memory. Without a daemon it is dropped."""
-        kept = self._kept.setdefault(publish.request_id, Kept())
-        self._start(self._publish(publish, weights, after, kept))
+        over = self._kept.setdefault(publish.request_id, asyncio.Event())
+        self._start(self._publish(publish, weights, after, over))
 
     def hold(self, request_id: str) -> None:
         """Report the request, all of which is published, as sent when its lease has ended."""
-        if (kept := self._kept.get(request_id)) is not None:
-            self._start(self._hold(request_id, kept))
+        if (over := self._kept.get(request_id)) is not None:
+            self._start(self._hold(request_id, over))
         else:
             log.error("request %s is to be held, and was not published", request_id)
             self._ends.put((request_id, End.SENT))
 
     def end_unread(self, request_id: str) -> None:
         """End its lease, which no reader will come for; it is reported as sent like any other that is held."""
-        if (kept := self._kept.get(request_id)) is not None:
-            self._start(self._end_unread(request_id, kept))
+        if (over := self._kept.get(request_id)) is not None:
+            self._start(self._end_unread(request_id, over))
 
     def load(self, load: Load, before: Before | None = None) -> None:
         """Report the request as arrived when its KV is there, or when the load has failed and its blocks are safe.
@@ -144,8 +137,8 @@ class Session:
 
     def revoke(self, request_id: str) -> None:
         """When this returns, no read of the request's blocks can succeed any more. Raises KvferryError."""
-        if (kept := self._kept.pop(request_id, None)) is not None:
-            self._daemon.call(self._revoke(request_id, kept))
+        if self._kept.pop(request_id, None) is not None:
+            self._daemon.call(self._daemon.client.withdraw(lease_name(request_id)))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         if self._together is None:
@@ -169,20 +162,19 @@ class Session:
         except Exception:
             log.exception("kvferry's connector failed")
 
-    async def _publish(self, publish: Publish, weights: str, after: Fence | None, kept: Kept) -> None:
+    async def _publish(self, publish: Publish, weights: str, after: Fence | None, over: asyncio.Event) -> None:
         try:
-            async with kept.order:
-                if self._kept.get(publish.request_id) is not kept:
-                    return  # revoked meanwhile
-                lease = await self._daemon.client.publish(
-                    lease_name(publish.request_id), publish.tables, publish.num_tokens, digest=publish.digest,
-                    metadata=publish.metadata, more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
-                    lease=publish.lease, withdraw=publish.last, weights=weights,
-                )  # fmt: skip
+            if self._kept.get(publish.request_id) is not over:
+                return  # revoked meanwhile
+            lease = await self._daemon.client.publish(
+                lease_name(publish.request_id), publish.tables, publish.num_tokens, digest=publish.digest,
+                metadata=publish.metadata, more=not publish.last, after=after, ttl_s=self._options.lease_ttl_s,
+                lease=publish.lease, withdraw=publish.last, weights=weights,
+            )  # fmt: skip
             if publish.last:
                 await lease.ended()
         except KvferryError as error:
-            if publish.last:
+            if publish.last and error.code != "aborted":  # that is, revoked before it was sent
                 mixed = error.code == "mixed_weights"
                 self._ends.put((publish.request_id, End.MIXED if mixed else End.UNPUBLISHED))
             if isinstance(error, Unsettled):
@@ -190,21 +182,16 @@ class Session:
             raise
         finally:
             if publish.last:
-                kept.over.set()
+                over.set()
 
-    async def _hold(self, request_id: str, kept: Kept) -> None:
-        await kept.over.wait()
-        if self._kept.get(request_id) is kept:  # not revoked meanwhile
+    async def _hold(self, request_id: str, over: asyncio.Event) -> None:
+        await over.wait()
+        if self._kept.get(request_id) is over:  # not revoked meanwhile
             self._ends.put((request_id, End.SENT))
 
-    async def _end_unread(self, request_id: str, kept: Kept) -> None:
-        async with kept.order:
-            if not kept.over.is_set():
-                await self._daemon.client.abort(lease_name(request_id))
-
-    async def _revoke(self, request_id: str, kept: Kept) -> None:
-        async with kept.order:
-            await self._daemon.client.withdraw(lease_name(request_id))
+    async def _end_unread(self, request_id: str, over: asyncio.Event) -> None:
+        if not over.is_set():
+            await self._daemon.client.abort(lease_name(request_id))
 
     async def _load(self, load: Load, before: Before | None) -> None:
         end = End.FAILED
