@@ -47,6 +47,7 @@ class Asked:
     more: bool = False
     end: str = ""
     aborted: bool = False
+    weights: str = ""
 
     @property
     def holds(self) -> bool:
@@ -149,6 +150,8 @@ class World:
             case e.Doubtful(asked, _):
                 self._over(asked, "doubtful", "doubtful")
             case e.Ended(asked, end, problem):
+                if end == "done" and problem is None and asked.weights != self.book.start.weights:
+                    raise Violation("what other weights have computed is taken", asked.request_id)
                 self._over(asked, "doubtful", str(end) if problem is None else problem.code)
             case e.Quiet(asked, unknown):
                 if asked.state not in ("left", "doubtful"):
@@ -243,7 +246,8 @@ class World:
 
     def receive(self, name: str) -> Asked:
         attempt = next(self.numbers) if self.ranks > 1 else 0
-        return self.ask(Asked("receive", name, {next(self.blocks)}), lambda asked: e.Receive(asked, name, attempt))
+        asked = Asked("receive", name, {next(self.blocks)}, weights=self.book.start.weights)
+        return self.ask(asked, lambda asked: e.Receive(asked, name, attempt))
 
     def register(self) -> None:
         self.registering = True

@@ -33,6 +33,21 @@ def at_once(effects: Any, book: Book, why: Any) -> Any:
     return [*effects, *(e.Quiet(each.call) for each in effects)]
 
 
+def not_early(book: Book, receive: Receive, answer: e.Answered, answered: Any = Book._receive_answered) -> Any:
+    receive.early.clear()
+    return answered(book, receive, answer)
+
+
+def without_more(book: Book, call: Any, said: e.Publish, problem: Any, answered: Any = Book._publish_answered) -> Any:
+    call.aborted = False
+    return answered(book, call, said, problem)
+
+
+def any_weights(book: Book, receive: Receive, event: Any, heard: Any = Book._heard) -> Any:
+    receive.weights = book.start.weights
+    return heard(book, receive, event)
+
+
 def same_numbers(effects: Any, book: Book, *_: Any) -> Any:
     book.start.leases = iter((1, 2, 3))  # type: ignore[assignment]
     return effects
@@ -56,6 +71,9 @@ def not_waited_for(book: Book, call: Any, go: Any = Book._go) -> Any:
 PLANTED: dict[str, Planted] = {
     "blocks are quiet when their receive has ended": changed(Book, "_heard", quiet_at_its_end),
     "the end of another transfer of the request counts": (Book, "_heard", any_transfer),
+    "an end that overtakes the answer is forgotten": (Book, "_receive_answered", not_early),
+    "a publish is sent again that was aborted": (Book, "_publish_answered", without_more),
+    "what arrives when the weights were replaced is taken": (Book, "_heard", any_weights),
     "a receive that is given up is not aborted": (Book, "_given_up", no_effects),
     "the next receive does not wait for the one that is given up": (Book, "_go", not_waited_for),
     "a receive that waits is forgotten": (Book, "_free", unaborted),

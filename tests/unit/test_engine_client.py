@@ -19,7 +19,6 @@ from kvferry import engine as engine_module
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import EngineClient, ReceiveCancelled, TransferFailed, Unsettled
 from kvferry.errors import KvferryError
-from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 
@@ -142,80 +141,6 @@ async def cancelled(task: asyncio.Task[Any], timeout_s: float = 10) -> None:
     assert task.cancelled()
 
 
-async def test_the_late_end_of_a_cancelled_receive_does_not_settle_the_next(both: Both) -> None:
-    daemon, client = both
-    first = asyncio.create_task(client.receive("R", TABLES))
-    await daemon.until("receive [1, 2]")
-    await everything_heard(daemon, client)  # the reply that names the transfer too
-    first.cancel()
-    await daemon.until("receive [1, 2]", "abort")
-    daemon.end("t0", "aborted")
-    second = asyncio.create_task(client.receive("R", OTHERS))
-    await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
-    assert first.cancelled()
-    daemon.end("t0")
-    await everything_heard(daemon, client)
-    await asyncio.sleep(0)
-    assert not second.done()
-    daemon.end("t1")
-    assert (await second).transfer_id == "t1"
-
-
-async def test_a_receive_after_an_abort_waits_for_the_end_of_the_one_before(both: Both) -> None:
-    daemon, client = both
-    first = asyncio.create_task(client.receive("R", TABLES))
-    await daemon.until("receive [1, 2]")
-    await client.abort("R")
-    second = asyncio.create_task(client.receive("R", OTHERS))
-    await everything_heard(daemon, client)
-    daemon.end("t0", "aborted", safe=False)
-    with pytest.raises(TransferFailed):
-        await first
-    await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
-    daemon.end("t1")
-    assert (await second).transfer_id == "t1"
-
-
-@pytest.mark.parametrize("turns", [1, 3])
-async def test_a_receive_after_an_abort_begins_however_soon_it_waited(both: Both, turns: int) -> None:
-    """It may wait for the end of the one before already when that one does not yet."""
-    daemon, client = both
-    daemon.answers.clear()
-    first = asyncio.create_task(client.receive("R", TABLES))
-    await asyncio.sleep(0)
-    aborting = asyncio.create_task(client.abort("R"))
-    second = asyncio.create_task(client.receive("R", OTHERS))
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    daemon.answers.set()
-    await aborting
-    daemon.end("t0", "aborted")
-    with pytest.raises(TransferFailed):
-        await first
-    await daemon.until("receive [1, 2]", "abort", "receive [3, 4]")
-    daemon.end("t1")
-    assert (await second).transfer_id == "t1"
-    assert not client._book.sizes()["receives"]
-
-
-async def test_an_end_may_come_before_the_reply_that_names_the_transfer(both: Both) -> None:
-    daemon, client = both
-    daemon.answers.clear()
-    receiving = asyncio.create_task(client.receive("R", TABLES))
-    await daemon.until("receive [1, 2]")
-    for stale in range(100):
-        daemon.end(f"stale-{stale}")
-    daemon.end("t0", "failed", safe=False)
-    daemon.safe("t0")
-    await everything_heard(daemon, client)
-    assert not receiving.done()
-    daemon.answers.set()
-    with pytest.raises(TransferFailed) as failed:
-        await receiving
-    assert failed.value.state == "failed"
-    assert failed.value.blocks_safe
-
-
 async def test_a_cancelled_receive_ends_when_its_blocks_are_safe(both: Both) -> None:
     daemon, client = both
     receiving = asyncio.create_task(client.receive("R", TABLES))
@@ -276,22 +201,6 @@ async def test_a_daemon_that_says_nothing_holds_a_cancelled_receive_only_so_long
     daemon.safe("t0")
     await asyncio.wait_for(cancelled.value.quiesced(), 10)
     assert not client._book.sizes()["receives"]
-
-
-async def test_a_refused_publish_leaves_nothing(both: Both) -> None:
-    daemon, client = both
-    daemon.refuses = True
-    with pytest.raises(KvferryError):
-        await client.publish("R", TABLES, 5)
-    assert not client._book.sizes()["leases"]
-    daemon.refuses = False
-    lease = await client.publish("R", TABLES, 5, more=True)
-    daemon.refuses = True
-    with pytest.raises(KvferryError):
-        await client.publish("R", TABLES, 4)
-    assert client._book.sizes()["leases"] == 1, "what was published before is still held"
-    daemon.end_lease("released")
-    assert await lease.ended() is LeaseState.RELEASED
 
 
 @pytest.mark.parametrize("state", ["vanished", "publishing", ""])
