@@ -28,15 +28,15 @@ class Book:
         self._waiting: dict[Call, None] = {}
         """Not sent: for the registration, or for the receive before. In their order."""
         self._sent: dict[int, Call] = {}
-        """By command: not answered."""
+        """Calls that are not answered, by command."""
         self._settling: dict[int, Call] = {}
-        """By an abort of the book's own: the publish that is settled when that is answered."""
+        """Publishes that are settled when an abort of the book's own is answered, by that."""
         self._leases: dict[tuple[str, int], Lease] = {}
         self._counted: dict[str, Lease] = {}
-        """Those that the book has numbered and that take more, by request."""
+        """Leases that the book has numbered and that take more, by request."""
         self._receives: dict[str, Receive] = {}
         self._unquiet: dict[str, Receive] = {}
-        """By transfer: ended, and still writing."""
+        """Receives that have ended and still write, by transfer."""
         self._registering = False
         self.ended: KvferryError | None = None
         """Why the session has ended."""
@@ -77,7 +77,7 @@ class Book:
             case _:
                 assert_never(event)
 
-    # What the engine says.
+    # The engine speaks.
 
     def _begin(self, said: e.Said) -> Effects:
         call, effects, start = Call(said), Effects(), self.start
@@ -183,7 +183,7 @@ class Book:
         self._waiting.pop(call, None)
         return [e.Quiet(call.said.call)] if told else [end]
 
-    # What the daemon says.
+    # The daemon speaks.
 
     def _answered(self, answer: e.Answered) -> Effects:
         if (settled := self._settling.pop(answer.id, None)) is not None:

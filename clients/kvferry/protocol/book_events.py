@@ -1,4 +1,4 @@
-"""What is said to an engine's book, and what the book says.
+"""An engine's book: the events that it is fed, and the effects that it returns.
 
 A call, a lease: whatever the caller knows them by. The book hands them back and looks at none.
 """
@@ -63,8 +63,8 @@ Said: TypeAlias = Publish | Receive | Abort | ReplaceWeights | Probe
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Nobody waits for the call any more: its time is over, or its caller was cancelled. Where it had been answered it
-    stands. Otherwise it is refused, if it was not sent; or it is `Quiet` later, and nothing else is told of it."""
+    """The call is left: its time is over, or its caller was cancelled. A call that had been answered
+    stands. Any other is refused, if it was not sent; or it is `Quiet` later, and nothing else is told of it."""
 
     call: Call
 
@@ -201,7 +201,7 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """Nobody reads the lease's blocks any more, where `end` says so."""
+    """The lease's blocks are not read any more, where `end` says so."""
 
     lease: Held
     end: object

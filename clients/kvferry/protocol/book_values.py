@@ -19,7 +19,7 @@ EARLY = 32
 
 
 class Start:
-    """What outlives a session: of one start of the engine, on one rank."""
+    """One start of the engine, on one rank: all that outlives a session."""
 
     def __init__(self) -> None:
         self.leases, self.attempts = itertools.count(1), itertools.count(1)
