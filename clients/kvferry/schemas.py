@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 from kvferry.errors import Malformed, first_breach
 from kvferry.protocol.states import LeaseState as LeaseState
+from kvferry.protocol.states import TransferState as TransferState
 
 
 def _number(given: object) -> object:
@@ -29,22 +30,6 @@ MAX_NUMBER = 1 << 53
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REQUEST_ID)]
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}$", max_length=300)]
 ADDRESS_REMEDY = "write host:port, with brackets round an IPv6 address"
-
-
-class TransferState(enum.StrEnum):
-    """Destination side. `daemon/kvferryd/states.py` has the table of legal moves."""
-
-    WAITING = "waiting"
-    CONNECTING = "connecting"
-    READING = "reading"
-    VERIFYING = "verifying"
-    DONE = "done"
-    FAILED = "failed"
-    ABORTED = "aborted"
-
-    @property
-    def ended(self) -> bool:
-        return self in (TransferState.DONE, TransferState.FAILED, TransferState.ABORTED)
 
 
 class Awaited(enum.StrEnum):

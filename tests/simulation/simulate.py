@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import book_world
 import keeper_world
 import peers_world
+import reading_world
 import requests_world
 import source_world
 from violation import Violation
@@ -28,6 +29,7 @@ WORLDS = {
     "requests": requests_world.World,
     "book": book_world.World,
     "peers": peers_world.World,
+    "reading": reading_world.World,
 }
 
 

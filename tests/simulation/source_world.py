@@ -266,11 +266,11 @@ class World:
 
     # ---- the engine that publishes ----
 
-    def publish(self, name: str = "", *, expected: int = 0) -> Prefill | None:
-        """Begin a prefill. Its ranks publish each in its own time."""
+    def publish(self, name: str = "", *, expected: int = 0, anew: bool = False) -> Prefill | None:
+        """Begin a prefill. Its ranks publish each in its own time. anew: though the one before goes on."""
         rng = self.rng
         name = name or rng.choice(NAMES)
-        if any(each.name == name and each.ranks for each in self.prefills) and rng.random() < 0.6:
+        if not anew and any(each.name == name and each.ranks for each in self.prefills) and rng.random() < 0.6:
             return None
         parts = [rng.randint(1, 2) for _ in range(rng.choice((1, 1, 2, 3)))]
         expected = expected or rng.choice((1, 1, 1, min(2, len(self.engines))))

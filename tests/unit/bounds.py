@@ -30,7 +30,7 @@ from kvferryd.transfers.transfer import Transfer
 MAPPINGS = (dict, Cache, WeakKeyDictionary, WeakValueDictionary, types.MappingProxyType)
 COLLECTIONS = (dict, list, set, deque, Cache, WeakKeyDictionary, WeakValueDictionary, WeakSet)
 VALUES = ("kvferry.manifest", "kvferry.schemas", "kvferry.tables", "kvferry.v1", "kvferryd.config", "kvferryd.copy",
-          "kvferryd.observe", "kvferryd.plan", "kvferryd.states")  # fmt: skip
+          "kvferryd.observe", "kvferryd.plan")  # fmt: skip
 """Modules whose objects are values, or are made once. Nothing is looked for in them."""
 
 
@@ -110,7 +110,12 @@ UNDER_WAY: dict[str, Row] = {
     "Reservation.tables": lambda kept: kept.going_on,
     "Transfer._flights": lambda kept: 64 * kept.going_on,
     "Transfer._readers": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "SourceReader.tables": lambda kept: kept.of("SourceReader"),
+    "Transfer._read": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Transfer._arisen": lambda kept: 0,
+    "Progress.readings": lambda kept: kept.ranks * kept.going_on,
+    "Progress._awaited": lambda kept: kept.ranks * kept.going_on,
+    "Met.read": lambda kept: 0,
+    "Seen.tables": lambda kept: kept("Progress.readings"),
     "ChunkStream.chunks": lambda kept: 16 * kept.of("ChunkStream"),
     "ChunkStream._packed": lambda kept: kept("ChunkStream.chunks"),
     "ChunkStream._wanted_at": lambda kept: kept("ChunkStream.chunks"),
@@ -197,6 +202,10 @@ REMEMBERED: dict[str, Row] = {
     "Transfers._awaited": lambda kept: kept.ranks * kept.config.max_transfers,
     # the reading side
     "Transfers._by_id": lambda kept: kept.config.max_transfers + kept.config.history,
+    "Progress._whole": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "_Pass.read": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "_Pass.unpacked": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Met.others": lambda kept: kept.ranks * kept("Transfers._by_id"),
     "Transfers._by_request": lambda kept: kept("Transfers._by_id"),
     "Transfers._by_part": lambda kept: kept("Transfers._by_id"),
     "Transfers._ranks_of": lambda kept: 1,
@@ -255,7 +264,7 @@ REMEMBERED: dict[str, Row] = {
 
 def _holds_more(transfer: Transfer) -> bool:
     reserved = transfer.reservation, *transfer.brought.values()
-    held = transfer._flights, transfer._reads, transfer.metadata
+    held = transfer._flights, transfer._peer, transfer._readers, transfer.metadata
     return any(isinstance(each, Reservation) for each in reserved) or any(held)
 
 

@@ -38,7 +38,7 @@ async def test_only_what_takes_long_is_bound_beside_the_loop(blocks: int, monkey
         for engine in ("p", "d")
     )
     whole, tables = plan([theirs], ours), {"full": BlockTable.of(np.arange(blocks))}
-    reader: Any = SimpleNamespace(source=SimpleNamespace(rank=0), tables=tables)
+    reader: Any = SimpleNamespace(source=SimpleNamespace(rank=0), lease=SimpleNamespace(tables=tables))
     bound = await bound_to(whole, [reader], tables, (0, blocks * SLOTS))
     assert bound.segment_count == LAYERS * blocks
     assert loops == [asyncio.get_running_loop() if blocks == 1 else None]

@@ -15,6 +15,8 @@ from test_arena import Memory
 
 from kvferry.errors import KvferryError, PeerFailed
 from kvferry.protocol import packing
+from kvferry.protocol import reading as r
+from kvferry.protocol.reading import Computed, Following
 from kvferry.protocol.values import Account, Publication, ReaderId
 from kvferry.schemas import LeaseState
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
@@ -24,8 +26,8 @@ from kvferryd.copy import Chunk
 from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
-from kvferryd.paths import source
-from kvferryd.paths.source import ChunkStream, Computed, SourceReader
+from kvferryd.paths.chunks import ChunkStream
+from kvferryd.paths.source import SourceReader, announced
 from kvferryd.peers.channels import Channels
 from kvferryd.peers.peer import PeerRank, Staging
 from kvferryd.staging.arena import Arena, Use
@@ -60,6 +62,39 @@ class Source(peer_pb2_grpc.PeerServicer):
             yield reply
 
 
+class View(SourceReader):
+    """One lease, as a transfer that does nothing else follows it."""
+
+    def __init__(self, source: PeerRank, request_id: str) -> None:
+        super().__init__(source, Following(source.rank, request_id, 0, Computed()), (0, ""), self.on)
+        self._told = asyncio.Event()
+
+    def on(self, event: r.ReadingEvent) -> None:
+        for effect in self.read.on(event, asyncio.get_running_loop().time()):
+            self.take(effect)
+        self._told.set()
+
+    async def begin(self) -> None:
+        self.on(r.Begin(announced(self.source, self.read.request_id, 0)))
+        if not self.read.announced:
+            await self.advance()
+
+    async def advance(self) -> None:
+        while not self.read.take():
+            self._told.clear()
+            await self._told.wait()
+
+    async def over(self) -> None:
+        while True:
+            self.read.check_goes_on()
+            self._told.clear()
+            await self._told.wait()
+
+    def close(self, *, complete: bool) -> None:
+        self.on(r.Leave(complete))
+        self.end_timer()
+
+
 @dataclass
 class Pair:
     source: Source
@@ -76,32 +111,32 @@ class Pair:
     def state(self, request_id: str) -> LeaseState | None:
         return self.source.leases.source.leases.state_of(request_id)
 
-    async def released(self, view: SourceReader) -> None:
+    async def released(self, view: View) -> None:
         """Its reader closes it, and that is all it takes."""
         view.close(complete=True)
         async with asyncio.timeout(60):
             while (ended := await self.source.ended.get()).state is not LeaseState.RELEASED:
                 """Those that the test has revoked."""
-        assert ended.request_id == view.request_id
+        assert ended.request_id == view.read.request_id
 
-    async def view(self, request_id: str) -> SourceReader:
-        view = SourceReader(self.rank, request_id, 0, (0, ""), Computed(), tell_lost=lambda _: None)
+    async def view(self, request_id: str) -> View:
+        view = View(self.rank, request_id)
         async with asyncio.timeout(60):
-            await view.advance()
+            await view.begin()
         return view
 
-    async def opened(self, request_id: str) -> SourceReader:
+    async def opened(self, request_id: str) -> View:
         self.publish(request_id)
         return await self.view(request_id)
 
-    async def announced(self, request_id: str) -> SourceReader:
+    async def announced(self, request_id: str) -> View:
         """Published before; and the source has told of it by now, as it has told of something later."""
         await self.opened(f"later than {request_id}")
         view = await self.view(request_id)
-        assert view.announced
+        assert view.read.announced
         return view
 
-    def stream(self, view: SourceReader, **change: Any) -> ChunkStream:
+    def stream(self, view: View, **change: Any) -> ChunkStream:
         chunks = every_chunk()
         opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
         opening.pairing = self.rank.pairing
@@ -167,8 +202,8 @@ async def test_an_announced_lease_is_packed_without_being_told_again(pair: Pair)
     await carried(pair.stream(view))
     assert pair.state("second") is LeaseState.PUBLISHED, "another attempt may need it"
     await pair.released(view)
-    assert not view.announced, "the source has agreed"
-    assert view._update is None
+    assert not view.read.announced, "the source has agreed"
+    assert not view.read.take()
     await all_slots_are_back(pair.arena)
 
 
@@ -179,8 +214,9 @@ async def test_another_lease_than_was_announced_is_told_and_not_packed(pair: Pai
     pair.source.leases.revoke("second", "for a test")
     pair.publish("second")
     assert await refused(pair.stream(view)) == "lease_changed"
-    assert view.announced
-    await view.ask_again()
+    assert view.read.announced
+    view.on(r.AskAgain())
+    await view.advance()
     await carried(pair.stream(view))
     await pair.released(view)
 
@@ -197,7 +233,8 @@ async def test_a_lease_that_ended_after_it_was_told_is_asked_for_again(pair: Pai
     with pytest.raises(KvferryError):
         await asyncio.wait_for(view.over(), 60)
     pair.publish("second")
-    await view.ask_again()
+    view.on(r.AskAgain())
+    await view.advance()
     assert view.lease.lease == pair.source.leases.source.leases.newest("second")
     await carried(pair.stream(view))
     await pair.released(view)
@@ -290,7 +327,7 @@ async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish
     leases.revoke("first", "for a test")
     async with asyncio.timeout(60):
         with pytest.raises(KvferryError):
-            await view._next()
+            await view.advance()
     pair.publish("first")
     view.close(complete=True)
     await carried(pair.stream(await pair.opened("other")))
@@ -313,7 +350,8 @@ async def test_of_many_updates_the_newest_is_kept_and_what_ended_the_reading_com
     """A source may send more of them than a long read takes."""
     view = await pair.opened("first")
     for tokens in range(1000):
-        view.on_reply(peer_pb2.ReadReply(update=peer_pb2.LeaseUpdate(lease=1, num_tokens=tokens, more=True)))
+        update = peer_pb2.LeaseUpdate(lease=1, num_tokens=tokens, more=True)
+        view.on_reply(peer_pb2.ReadReply(reading=view.number, update=update))
     view.on_lost(PeerFailed("peer_lost", "for a test"))
     async with asyncio.timeout(60):
         await view.advance()
@@ -334,7 +372,7 @@ async def lost(pair: Pair) -> None:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that goes by an announcement opens the lease only when the test tells it to."""
-    monkeypatch.setattr(source, "OPEN_AFTER_S", 3600.0)
+    monkeypatch.setattr(r, "OPEN_AFTER_S", 3600.0)
 
 
 @pytest.mark.usefixtures("late")
@@ -352,7 +390,7 @@ async def test_a_source_that_was_lost_stays_lost(pair: Pair) -> None:
     with pytest.raises(KvferryError):
         pair.stream(packed)
     assert pair.rank.lost
-    opened._open()
+    opened.on(r.Due())
     assert pair.rank.lost
     assert told
     for request_id in ("later than opened", "another"):  # of which the first is announced

@@ -41,13 +41,15 @@ from hypothesis.stateful import (
 from stepwise import Copies, Process, World
 
 from kvferry.errors import KvferryError
+from kvferry.protocol import lease as protocol_lease
+from kvferry.protocol import states
+from kvferry.protocol import transfer as protocol_transfer
 from kvferry.protocol.attempts import Attempt
 from kvferry.protocol.lease import Lease
 from kvferry.protocol.values import Account, Publication
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
-from kvferryd import states
 from kvferryd.api.callers import Callers
 from kvferryd.api.peer import PeerService
 from kvferryd.config import Config
@@ -192,7 +194,8 @@ class Done(RuleBasedStateMachine):
         self.served: list[ServedStream] = []
         self.patched.setattr("kvferryd.api.peer.ServedStream", self._serve)
         self.moves: list[str] = []
-        self.patched.setattr(states.Machine, "move", _watched(states.Machine.move, self.moves))
+        for module in (protocol_lease, protocol_transfer):
+            self.patched.setattr(module, "moved", _watched(states.moved, self.moves))
         self.ticks = self.numbers = self.others = 0
         self.source = self._side("prefill", "127.0.0.1:7001")
         self.reader = self._side("decode", "127.0.0.1:7002")
@@ -943,18 +946,18 @@ class Done(RuleBasedStateMachine):
         assert not self.world.loop.problems, self.world.loop.problems
 
 
-def _watched(move: Callable[..., None], wrong: list[str]) -> Callable[..., None]:
+def _watched(move: Callable[..., Any], wrong: list[str]) -> Callable[..., Any]:
     """Every move of a state machine: those that its table lacks are refused, and no daemon asks for one."""
 
-    def watched(machine: Any, to: Any) -> None:
-        before = machine.state
+    def watched(before: Any, to: Any) -> Any:
         try:
-            move(machine, to)
+            after = move(before, to)
         except states.IllegalMove as error:
             wrong.append(str(error))
             raise
-        if to not in (states.TRANSFER if before in states.TRANSFER else states.LEASE)[before]:
+        if to not in (states.TRANSFER if isinstance(before, states.TransferState) else states.LEASE)[before]:
             wrong.append(f"{before} -> {to} was not refused")
+        return after
 
     return watched
 

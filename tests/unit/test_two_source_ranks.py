@@ -14,9 +14,9 @@ from stepwise import Step, World
 
 from kvferry.errors import Conflict, Full
 from kvferry.protocol.claims import Claims
+from kvferry.protocol.reading import OPEN_AFTER_S
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
-from kvferryd.paths.source import OPEN_AFTER_S
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.reader_stream import ReaderStream

@@ -1,9 +1,10 @@
-"""How a lease stands, as one table. A move that the table does not have raises."""
+"""How a lease stands, and how a transfer does, as tables. A move that a table does not have raises."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 
 class LeaseState(enum.StrEnum):
@@ -31,11 +32,45 @@ LEASE: Mapping[L, frozenset[L]] = {
 """publishing: more tokens will follow. published: all are there. released: the expected readers have read."""
 
 
+class TransferState(enum.StrEnum):
+    """Destination side."""
+
+    WAITING = "waiting"
+    CONNECTING = "connecting"
+    READING = "reading"
+    VERIFYING = "verifying"
+    DONE = "done"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+    @property
+    def ended(self) -> bool:
+        return self in (TransferState.DONE, TransferState.FAILED, TransferState.ABORTED)
+
+
+T = TransferState
+TRANSFER: Mapping[T, frozenset[T]] = {
+    T.WAITING: frozenset({T.CONNECTING, T.FAILED, T.ABORTED}),
+    T.CONNECTING: frozenset({T.READING, T.FAILED, T.ABORTED}),
+    T.READING: frozenset({T.VERIFYING, T.CONNECTING, T.FAILED, T.ABORTED}),
+    T.VERIFYING: frozenset({T.DONE, T.CONNECTING, T.FAILED, T.ABORTED}),
+    T.DONE: frozenset(),
+    T.FAILED: frozenset(),
+    T.ABORTED: frozenset(),
+}
+"""waiting: for the order or the reservation. connecting: handshake and lease; once more when an announcement of the
+lease turns out to be out of date. reading: bytes move. verifying: whether the lease held throughout; done follows only
+from it.
+"""
+State = TypeVar("State", LeaseState, TransferState)
+
+
 class IllegalMove(AssertionError):
     """A bug of ours: a state machine was asked for a move that its table does not have."""
 
 
-def moved(start: LeaseState, to: LeaseState) -> LeaseState:
-    if to not in LEASE[start]:
-        raise IllegalMove(f"LeaseState: {start.value} -> {to.value}")
+def moved(start: State, to: State) -> State:
+    table: Mapping[Any, frozenset[Any]] = LEASE if isinstance(start, LeaseState) else TRANSFER
+    if to not in table[start]:
+        raise IllegalMove(f"{type(to).__name__}: {start.value} -> {to.value}")
     return to

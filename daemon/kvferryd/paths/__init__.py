@@ -7,13 +7,13 @@ from kvferryd.aio import beside
 from kvferryd.engine import Engine
 from kvferryd.paths.direct import Direct
 from kvferryd.paths.mapped import Mapped
-from kvferryd.paths.move import Flight, Move, Moved, Path, PathName, packed_whole
+from kvferryd.paths.move import Flight, Move, Moved, Path, PathName
 from kvferryd.paths.staged import Staged
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
 from kvferryd.plan.cost import COSTS, IMPORTED, cheapest
 
-__all__ = ["Flight", "Move", "Moved", "PathName", "choose", "packed_whole", "refusals"]
+__all__ = ["Flight", "Move", "Moved", "PathName", "choose", "refusals"]
 
 PATHS: dict[PathName, Path] = {path.name: path for path in (Mapped(), Staged(), Direct())}
 """In the order in which `auto` prefers them."""

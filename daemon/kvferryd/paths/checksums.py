@@ -36,7 +36,7 @@ async def compare(
         if not chunks:
             return
         wanted = wanting(own, tokens, states=True, chunk_nbytes=engine.sums.chunk_nbytes)
-        wanted.request_id, wanted.word, wanted.version = reader.request_id, reader.lease.word, reader.lease.version
+        wanted.request_id, wanted.word, wanted.version = reader.read.request_id, reader.lease.word, reader.lease.version
         wanted.chunks, wanted.nbytes = len(chunks), sum(chunk.nbytes for chunk in chunks)
         theirs, ours = await asyncio.gather(
             _theirs(reader, peer, wanted, deadline),
@@ -46,7 +46,7 @@ async def compare(
             wrong = sum(one != other for one, other in zip(theirs, ours, strict=False)) or 1
             why = f"{wrong} of {len(ours)} checksums differ from those of source rank {reader.source.rank}"
             remedy = "prefill the request again; if it comes again, look at both hosts' memory and network"
-            raise Conflict("checksum_mismatch", why, field="request_id", value=reader.request_id, remedy=remedy)
+            raise Conflict("checksum_mismatch", why, field="request_id", value=reader.read.request_id, remedy=remedy)
 
     await together(of_rank(reader) for reader in readers)
 

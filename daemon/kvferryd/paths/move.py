@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,9 +90,3 @@ class Path(Protocol):
     async def move(self, move: Move) -> Moved:
         """Move everything. Raises KvferryError; then what may still write is among the flights, and the transfer
         abandons it."""
-
-
-def packed_whole(rank: int, moves: Iterable[Moved]) -> bool:
-    """Whether every byte that was read from the rank is proven by packing. A rank of which nothing was read is not."""
-    reads = [move for move in moves if rank in move.ranks]
-    return bool(reads) and all(rank in move.packed for move in reads)

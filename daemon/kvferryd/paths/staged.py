@@ -26,8 +26,8 @@ from kvferryd.aio import beside, together
 from kvferryd.copy import Batch, Chunk, cut, moves, zeros
 from kvferryd.copy.runner import Copying
 from kvferryd.engine import Engine
+from kvferryd.paths.chunks import ChunkStream
 from kvferryd.paths.move import Flight, Move, Moved, PathName
-from kvferryd.paths.source import ChunkStream
 from kvferryd.peers.peer import PeerEngine, Staging
 from kvferryd.plan import Left
 from kvferryd.plan.left import NOTHING

@@ -6,36 +6,37 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import Counter
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed
+from kvferry.protocol import reading as r
+from kvferry.protocol import transfer_events as t
 from kvferry.protocol.attempts import Attempt
+from kvferry.protocol.reading import Computed
+from kvferry.protocol.transfer import Progress
+from kvferry.protocol.transfer_events import LeaseId
 from kvferry.schemas import Awaited, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import paths
-from kvferryd.aio import all_over, together, unless
+from kvferryd.aio import all_over, together
 from kvferryd.config import Config
 from kvferryd.ending import tried
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
-from kvferryd.paths import Flight, Move, Moved, PathName
+from kvferryd.paths import Flight, Move, PathName
 from kvferryd.paths.checksums import compare
-from kvferryd.paths.source import Computed, SourceReader, bound_to, close_all, readers_of
-from kvferryd.peers.contact import LOST
-from kvferryd.peers.peer import PeerEngine
+from kvferryd.paths.source import SourceReader, announced, bound_to, close_reading
+from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import check_whole
-from kvferryd.states import TRANSFER, Machine
 from kvferryd.transfers.order import Order, Past, Reservation
 from kvferryd.transfers.phases import Phases
 from kvferryd.transport.read import Read
 
 log = logs.get(__name__)
-STALE = frozenset({"stale_epoch", "stale_instance", "unknown_engine", "transport_failed", *LOST})
-"""Errors after which a peer is no longer what it was at the handshake: the next order shakes hands anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Surroundings:
     on_end: Callable[[Transfer, Engine], None]
     on_over: Callable[[Transfer], None]
     on_quiet: Callable[[Transfer], None]
-    ask_bound: Callable[[Transfer, Engine], Awaitable[tuple[str, int]]]
+    ask_bound: Callable[[Transfer, Engine], Awaitable[LeaseId]]
     spawn: Callable[[Coroutine[None, None, None]], object]
 
 
@@ -72,8 +73,6 @@ class Transfer:
         """Its number in the machine of requests."""
         self._around = around
         self.order: Order | None = None
-        self.led: Order | None = None
-        """The order by which rank 0 reads, where it has handed that on."""
         self.reader: peer_pb2.Reader | None = None
         """As whom the order's source knows this engine."""
         self.brought: Mapping[int, Reservation | Past] = {}
@@ -81,7 +80,12 @@ class Transfer:
         self.reservation: Reservation | Past | None = None
         self.weights = ""
         """The name of those that the engine had when it was reserved: what others have computed is not read."""
-        self.machine: Machine[TransferState] = Machine(TRANSFER, TransferState.WAITING)
+        self._machine = Progress()
+        self._arisen: deque[t.TransferEvent] = deque()
+        """Events that the machine is still to be told; more arise while what it says is done."""
+        self._doing = False
+        self.state = TransferState.WAITING
+        """Of this rank's part."""
         self.ranks: dict[int, RankTransfer] = {}
         """The other ranks' parts, on a rank that hands the order on."""
         self.handed_on = False
@@ -92,19 +96,11 @@ class Transfer:
         self.over_at: float | None = None
         self.over_number = 0
         """Which one it was of all that were over, from 1; 0 while it is not."""
-        self.nbytes = self.descriptors = 0
+        self.descriptors = 0
         self.path: PathName | None = None
         self.tokens: tuple[int, int] | None = None
         self.metadata = b""
         self.problem: KvferryError | None = None
-        self.lease = 0
-        """The number of the lease that is read; 0 until it is known."""
-        self.source_epoch = ""
-        """The start of the source's engine that has published it."""
-        self._bound = False
-        """Other ranks have been told which one it is: no other is read any more."""
-        self.announced = False
-        """It went by what sources had announced, without waiting for them."""
         self.phases = Phases()
         self.ended = asyncio.Event()
         """This rank's part has ended."""
@@ -112,11 +108,15 @@ class Transfer:
         """No read can write to the destination blocks any more."""
         self._changed: asyncio.Event | None = None
         self._matched = asyncio.Event()
+        self._heard = asyncio.Event()
+        """Something else is to be done."""
         self._flights: list[Flight] = []
-        self._readers: list[SourceReader] = []
-        """The leases that are read; none while hands are shaken."""
-        self._reads: tuple[PeerEngine, list[SourceReader]] | None = None
-        """The peer while it is used, and the leases that were read to their end."""
+        self._readers: dict[int, SourceReader] = {}
+        """Source ranks that are read; none while hands are shaken."""
+        self._read: list[tuple[PeerRank, int, int]] = []
+        """Source ranks that were read: bytes of each, and how many publishes it has told of."""
+        self._peer: PeerEngine | None = None
+        """While it is used."""
         self._last_half = Awaited.ORDER
         """Which of the two halves came last."""
         self.changes = 0
@@ -140,12 +140,18 @@ class Transfer:
     def take_order(self, order: Order, reader: peer_pb2.Reader, *, handed: bool = False) -> None:
         """handed: by rank 0."""
         self.order, self.reader, self.handed_on = order, reader, handed
-        self.led = order if handed else None
         self.phases.order_came()
+        if handed:
+            self.follow(order)
         if order.deadline_s is not None or not self._given_s:
             self.set_deadline(order.deadline_s or self._around.config.deadline_s, order.ordered_s)
         if self.reservation is not None:
             self._matched.set()
+
+    def follow(self, order: Order) -> None:
+        """Rank 0 reads by this order, and has handed it on."""
+        if order.lease_id is not None:
+            self._tell(t.Led(order.lease_id))
 
     def take_reservation(self, reservation: Reservation, weights: str) -> None:
         self.reservation, self.weights = reservation, weights
@@ -175,9 +181,23 @@ class Transfer:
     # ---- how it stands ----
 
     @property
-    def state(self) -> TransferState:
-        """Of this rank's part."""
-        return self.machine.state
+    def announced(self) -> bool:
+        """It went by what sources had announced, without waiting for them."""
+        return self._machine.announced
+
+    @property
+    def lease(self) -> int:
+        """The number of the lease that is read; 0 until it is known."""
+        return self._machine.lease[1] if self._machine.lease else 0
+
+    @property
+    def source_epoch(self) -> str:
+        """The start of the source's engine that has published it."""
+        return self._machine.lease[0] if self._machine.lease else ""
+
+    @property
+    def nbytes(self) -> int:
+        return self._machine.nbytes
 
     @property
     def trace(self) -> logs.Trace:
@@ -266,6 +286,8 @@ class Transfer:
     # ---- this rank's part, from match to end ----
 
     async def _run(self, engine: Engine) -> None:
+        why: KvferryError | None = None
+        aborted = False
         try:
             if self._stop is not None:
                 raise asyncio.CancelledError
@@ -274,17 +296,17 @@ class Transfer:
                     await self._matched.wait()
                     await self._transfer(engine)
             except TimeoutError:
-                raise self._late() from None
+                why = self._late()
         except asyncio.CancelledError:
             state, why = self._stop or (TransferState.ABORTED, Conflict("aborted", "the daemon stops"))
-            self._end(engine, state, why)
-        except KvferryError as error:
-            self._end(engine, TransferState.FAILED, error)
-        except Exception as error:
-            log.exception("transfer broke", request_id=self.request_id, transfer_id=self.transfer_id)
-            self._end(engine, TransferState.FAILED, Internal("internal", f"the daemon failed: {type(error).__name__}"))
-        else:
-            self._end(engine, TransferState.DONE, None)
+            aborted = state is TransferState.ABORTED
+        except Exception as error:  # noqa: BLE001  NIXL's and torch's are of many kinds
+            self._broke(error)
+            why = self._stop[1] if self._stop is not None else None
+        if why is not None:
+            self._tell(t.Stop(why, aborted))
+        verdict = self._machine.do
+        self._end(engine, verdict if isinstance(verdict, t.Finish) else t.Finish(TransferState.FAILED, problem=why))
 
     def _late(self) -> KvferryError:
         source, asked = (self.order.engine_id, self.order.address) if self.order else ("", "")
@@ -305,7 +327,7 @@ class Transfer:
                 remedy = "see whether that daemon stands still"
             case Awaited.PUBLISH:
                 assert self.phases.unpublished_since is not None
-                published = min(reader.lease.num_tokens for reader in self._readers)
+                published = min(reader.lease.num_tokens for reader in self._readers.values())
                 silent_s = time.monotonic() - self.phases.unpublished_since
                 so_far = f"{published} tokens came, and none in the last {silent_s:.1f} s" if published else "none came"
                 why = f"while waiting for the publish of engine {source}: {so_far}"
@@ -319,225 +341,181 @@ class Transfer:
     @property
     def _unanswered(self) -> list[SourceReader]:
         """The leases of which the source has said nothing."""
-        return [reader for reader in self._readers if not reader.lease.version]
+        return [reader for reader in self._readers.values() if not reader.lease.version]
 
     async def _transfer(self, engine: Engine) -> None:
-        assert self.order is not None
+        """Do what the machine says, until it has a verdict. Updates of the source are heard meanwhile."""
+        assert self.order is not None and isinstance(self.reservation, Reservation)
         # The reservation may have come first, from a call that knew nothing of the router's.
         logs.begin(request_id=self.request_id, transfer_id=self.transfer_id, **self.trace.about)
-        self._move(TransferState.CONNECTING)
-        peer, readers, others = await self._open(engine, self.order)
-        through: list[SourceReader] = []
-        self._reads = peer, through
-        whole: dict[int, int] = {}
-        try:
+        order, reservation = self.order, self.reservation
+        computed = Computed(reservation.digest, self.weights)
+        sums = self._around.config.checksum
+        self._tell(
+            t.Match(
+                t.Wanted(self.request_id, self.own.rank, order.epoch, order.lease, computed, reservation.tokens, sums)
+            )
+        )
+        while not isinstance(do := self._machine.do, t.Finish):
+            if isinstance(do, t.Listen):
+                self._heard.clear()
+                await self._heard.wait()
+                continue
             try:
-                await self._read_and_verify(engine, peer, readers, whole)
-            except KvferryError as error:
-                if not any(reader.announced for reader in readers):
-                    raise
-                log.info("announcement out of date", request_id=self.request_id, code=error.code)
-                await self._ask_again(readers)
-                await self._read_and_verify(engine, peer, readers, whole)
-            through += [*readers, *others]  # ranks with nothing to read count this rank as a reader that has finished
-        except BaseException as error:
-            self._give_up(peer, readers, self._stop[1] if self._stop is not None else error)
-            raise
+                went = await self._do(engine, order, reservation, do)
+            except KvferryError as why:
+                went = t.Failed(why)
+            self._tell(went)
 
-    async def _open(self, engine: Engine, order: Order) -> tuple[PeerEngine, list[SourceReader], list[SourceReader]]:
-        """Shake hands if need be and open the lease on every rank that is read; once more if the peer was stale."""
-        peers = self._around.peers
-        assert isinstance(self.reservation, Reservation)
-        for again in (True, False):
-            peer = await peers.use(engine, order.engine_id, order.address, order.epoch)
-            readers, others = readers_of(
-                peer, self.request_id, order.lease, (self.attempt.number, self.attempt.by),
-                Computed(self.reservation.digest, self.weights),
-                self.trace,
-                self._on_unpublished, self._on_lost,
-            )  # fmt: skip
-            self._readers = readers
-            try:
-                await together(reader.advance() for reader in readers)
-                break
-            except BaseException as error:
-                stale = self._give_up(peer, readers, error)
-                with self._tried("leave the peer"):
-                    peers.leave(peer)
-                over = isinstance(error, KvferryError) and error.code == "stale_epoch" and order.epoch
-                if not stale or not again or over:
-                    raise
-                self._readers = []
-                self.phases.published()  # this source, which said `unpublished`, is not asked again
-        self.phases.published()
-        return peer, readers, others
+    async def _do(
+        self,
+        engine: Engine,
+        order: Order,
+        reservation: Reservation,
+        do: t.Meet | t.Move | t.Drain | t.Prove | t.Compare,
+    ) -> t.TransferEvent:
+        """How it went. Raises KvferryError."""
+        if isinstance(do, t.Meet):
+            return await self._meet(engine, order, reservation)
+        peer, readers = self._peer, list(self._readers.values())
+        assert peer is not None
+        match do:
+            case t.Move():
+                return await self._carry(engine, peer, order, reservation, do)
+            case t.Drain():
+                log.info("announcement out of date", request_id=self.request_id)
+                for flight in self._flights:
+                    flight.abandon()
+                await all_over([flight.quiet for flight in self._flights])
+                self._flights.clear()
+                return t.Drained()
+            case t.Prove(words, ask):
+                first: list[LeaseId] = []
 
-    def _on_unpublished(self) -> None:
-        """The source has not got the request yet: what is waited for from now on is its engine."""
-        if self.phases.unpublished_since is None:
-            self.phases.publish_awaited()
-            self.wake()
+                async def asked() -> None:
+                    first.append(await self._around.ask_bound(self, engine))
 
-    def _give_up(self, peer: PeerEngine, readers: list[SourceReader], why: BaseException) -> bool:
-        """Close the leases, unread; whether the peer is no longer what it was at the handshake."""
-        close_all(readers, complete=False)
-        stale = isinstance(why, KvferryError) and why.code in STALE
-        if stale:
-            with self._tried("forget the peer"):
-                self._around.peers.forget(peer)
-        return stale
+                alone = peer.users == 1
+                proofs = [self._readers[rank].verify(engine.agent, alone=alone) for rank in sorted(words)]
+                await together([*proofs, asked()] if ask else proofs)
+                return t.Proven(first[0] if first else None)
+            case t.Compare(tokens):
+                await compare(engine, peer, readers, reservation.tables, tokens, self.deadline)
+                return t.Compared()
 
-    async def _ask_again(self, readers: list[SourceReader]) -> None:
-        """Once nothing of before can be written, have the answers of the source ranks that were read by announcements.
-        The others keep what they have."""
-        if self.state is not TransferState.CONNECTING:  # nothing was read where no lease was agreed on
-            self._move(TransferState.CONNECTING)
-        for flight in self._flights:
-            flight.abandon()
-        await all_over([flight.quiet for flight in self._flights])
-        self._flights.clear()
-        await together(reader.ask_again() for reader in readers if reader.announced)
+    async def _meet(self, engine: Engine, order: Order, reservation: Reservation) -> t.Met:
+        self._leave_peer()
+        peer = self._peer = await self._around.peers.use(engine, order.engine_id, order.address, order.epoch)
+        check_whole(peer.plan, reservation.tables, reservation.tokens or (0, 0))
+        read = peer.plan.reads_from or (min(peer.ranks),)  # at least one: it has the metadata and the verdict
+        told = {rank: announced(peer.ranks[rank], self.request_id, order.lease) for rank in read}
+        return t.Met(peer.epoch, told, [rank for rank in sorted(peer.ranks) if rank not in told], peer.plan.grain)
 
-    async def _read_and_verify(
-        self, engine: Engine, peer: PeerEngine, readers: list[SourceReader], whole: dict[int, int]
-    ) -> None:
-        """whole: bytes of each source rank that was read to its end, and proven by that."""
-        await self._agree(readers, whole)
-        self._move(TransferState.READING)
-        self.announced = any(reader.announced for reader in readers)
-        self._bind(peer, readers)
-        moves = await self._read(engine, peer, readers, whole)
-        self._move(TransferState.VERIFYING)
-        self.phases.flew(self._flights)
-        unproven = [reader for reader in readers if not paths.packed_whole(reader.source.rank, moves)]
-        unproven = [reader for reader in unproven if reader.source.rank not in whole]
-        compares = bool(engine.rank)
-        if compares and self.led is not None and self.led.lease_id is not None:
-            self._check_first(self.led.lease_id)
-            compares = False
-        proofs = [reader.verify(engine.agent, alone=peer.users == 1) for reader in unproven]
-        if compares and not self.announced:
-            proofs.append(self._compare_lease(engine))
-        await together(proofs)
-        if compares and self.announced:  # rank 0 is bound by what it tells: it is asked about no lease that has ended
-            await self._compare_lease(engine)
-        if self._around.config.checksum:
-            assert isinstance(self.reservation, Reservation) and self.tokens is not None
-            await compare(engine, peer, readers, self.reservation.tables, self.tokens, self.deadline)
+    async def _carry(
+        self, engine: Engine, peer: PeerEngine, order: Order, reservation: Reservation, do: t.Move
+    ) -> t.Moved:
+        readers, own = list(self._readers.values()), reservation.tables
+        rest = reservation.tokens[1] if reservation.tokens and reservation.zero else None
+        bound = await bound_to(peer.plan, readers, own, do.tokens, states=do.states, without=do.without, rest=rest)
+        moved = t.Moved()
+        if bound.nbytes:
+            path = await paths.choose(order.way or self._around.config.way, bound, engine, peer)
+            self.path = path.name
+            began = time.monotonic()
+            move = Move(
+                bound, own, do.tokens, do.states, engine, peer, readers, order.priority, self.deadline, self._flights
+            )
+            went = await path.move(move)
+            self.phases.moved(began)
+            self.descriptors += went.descriptors
+            moved = t.Moved({rank: bound.nbytes_by_rank[rank] for rank in went.ranks}, went.packed, went.failed)
+        if do.states and moved.failed is None:
+            self.phases.flew(self._flights)
+        return moved
 
-    async def _agree(self, readers: list[SourceReader], whole: dict[int, int]) -> None:
-        """On the newest lease that any source rank has told of: the engine publishes it on all of them. Those that have
-        told of an older one are asked for it, and what was read of theirs is dropped."""
-        newest = max(reader.lease.lease for reader in readers)
-        behind = [reader for reader in readers if reader.lease.lease < newest]
-        if not behind or self._bound or (self.order is not None and self.order.lease):
+    # ---- the machine ----
+
+    def _tell(self, event: t.TransferEvent) -> None:
+        """Events that arise while something is done for one are told after it."""
+        self._arisen.append(event)
+        if self._doing:
             return
-        for reader in behind:
-            whole.pop(reader.source.rank, None)
-        await together(reader.ask_for(newest) for reader in behind)
-        self.phases.published()
+        self._doing = True
+        try:
+            while self._arisen:
+                self._tell_next(self._arisen.popleft())
+        finally:
+            self._doing = False
 
-    def _bind(self, peer: PeerEngine, readers: list[SourceReader]) -> None:
-        """To one lease, on all source ranks and for all ranks of this engine. Raises KvferryError (`lease_changed`)."""
-        numbers = {reader.lease.lease for reader in readers}
-        if len(numbers) > 1:
-            by_rank = ", ".join(f"rank {reader.source.rank} lease {reader.lease.lease}" for reader in readers)
-            raise lease_changed(self.request_id, f"the source's ranks have different leases: {by_rank}")
-        found = peer.epoch, numbers.pop()
-        if self._bound and found != (self.source_epoch, self.lease):
-            raise lease_changed(self.request_id, f"lease {self.lease} was read so far, and {found[1]} is there now")
-        wanted = self.order.lease if self.order is not None else 0
-        if wanted not in (0, found[1]):
-            raise lease_changed(self.request_id, f"lease {wanted} was ordered, and the source has sent {found[1]}")
-        self.source_epoch, self.lease = found
-        self.wake()
+    def _tell_next(self, event: t.TransferEvent) -> None:
+        it = self._machine
+        before, lease = it.do, it.lease
+        try:
+            effects = it.on(event, asyncio.get_running_loop().time())
+        except Exception as error:  # noqa: BLE001  a bug of ours ends this attempt, and no stream
+            self._broke(error)
+            return
+        for effect in effects:
+            try:
+                self._take(effect)
+            except Exception as error:  # noqa: BLE001
+                self._broke(error)
+        awaits = it.awaits_publish
+        if it.state is not self.state and not it.state.ended:
+            self._enter(it.state)
+        elif it.lease != lease or awaits is not (self.phases.unpublished_since is not None):
+            self.wake()
+        if awaits:
+            self.phases.publish_awaited()
+        else:
+            self.phases.published()
+        if it.do is not before:
+            self._heard.set()
 
-    async def bound(self, read: tuple[str, int]) -> tuple[str, int]:
-        """(the source's epoch, the lease's number), for another rank to compare; no other is read from now on. One that
-        was announced may be out of date: unless the other rank has read the same, and proven it, it is known only at
-        the end. read: by the other rank. The caller bounds the wait. Raises KvferryError
-        where this part ends before it is known."""
-        while not self.lease or (
-            self.announced and self.state is not TransferState.DONE and read != (self.source_epoch, self.lease)
-        ):
+    def _take(self, effect: t.TransferEffect) -> None:
+        peer = self._peer
+        assert peer is not None
+        match effect:
+            case t.Forget():
+                self._around.peers.forget(peer)
+            case t.Say(rank, r.Close() as said) if rank not in self._readers:
+                trace = peer_pb2.Trace(traceparent=self.trace.traceparent, x_request_id=self.trace.x_request_id)
+                close_reading(peer.ranks[rank], said, self.request_id, self._by, trace=trace)
+            case t.Say(rank, said):
+                self._reader(peer, rank).take(said)
+
+    def _broke(self, error: Exception) -> None:
+        log.error("transfer broke", request_id=self.request_id, transfer_id=self.transfer_id, exc_info=error)
+        self.stop(TransferState.FAILED, Internal("internal", f"the daemon failed: {type(error).__name__}"))
+
+    def _reader(self, peer: PeerEngine, rank: int) -> SourceReader:
+        if rank not in self._readers:
+            read = self._machine.readings[rank]
+            self._readers[rank] = SourceReader(
+                peer.ranks[rank],
+                read,
+                self._by,
+                lambda event: self._tell(t.Told(rank, event)),
+                self._on_lost,
+                self.trace,
+            )
+        return self._readers[rank]
+
+    @property
+    def _by(self) -> tuple[int, str]:
+        return self.attempt.number, self.attempt.by
+
+    async def bound(self, read: LeaseId) -> LeaseId:
+        """(the source's epoch, the lease's number), for another rank to compare; no other is read from now on. read: by
+        the other rank. The caller bounds the wait. Raises KvferryError where this part ends before it is known."""
+        while (first := self._machine.first(read)) is None:
             if self.ended.is_set():
                 why = f"rank {self.own.rank} of the same engine has found no lease"
                 raise PeerFailed("rank_failed", why, field="rank", value=self.own.rank)
             await self.changed.wait()
-        self._bound = True
-        return self.source_epoch, self.lease
+        return first
 
-    async def _compare_lease(self, engine: Engine) -> None:
-        """Raises KvferryError (`lease_changed`)."""
-        self._check_first(await self._around.ask_bound(self, engine))
-
-    def _check_first(self, first: tuple[str, int]) -> None:
-        """Rank 0 reads what was read here. Raises KvferryError (`lease_changed`)."""
-        if first != (self.source_epoch, self.lease):
-            ours = f"lease {self.lease} of epoch {self.source_epoch}"
-            why = f"rank {self.own.rank} has read {ours}, rank 0 lease {first[1]} of epoch {first[0]}"
-            raise lease_changed(self.request_id, why)
-
-    async def _read(
-        self, engine: Engine, peer: PeerEngine, readers: list[SourceReader], whole: dict[int, int]
-    ) -> list[Moved]:
-        """Move tokens as they are published, and the state groups with the last of them. whole: as of
-        `_read_and_verify`; of those ranks nothing is read, and others are added where a rank fails alone."""
-        assert isinstance(self.reservation, Reservation) and self.order is not None
-        _check_one_prompt(readers)
-        wanted = self.reservation.tokens
-        check_whole(peer.plan, self.reservation.tables, wanted or (0, 0))  # before the first part of it is moved
-        first = at = wanted[0] if wanted else 0
-        rest = wanted[1] if wanted and self.reservation.zero else None
-        moves: list[Moved] = []
-        done, self.nbytes = dict(whole), sum(whole.values())
-        read: Counter[int] = Counter()
-        while True:
-            published = min(reader.lease.num_tokens for reader in readers)
-            last = not any(reader.lease.more for reader in readers)
-            if last:
-                _check_published(readers, published, wanted)
-            until = published if wanted is None else min(wanted[1], published)
-            until -= 0 if last else until % peer.plan.grain
-            if last or until > at:
-                for reader in readers:
-                    reader.check()
-                own, tokens = self.reservation.tables, (at, max(at, until))
-                bound = await bound_to(peer.plan, readers, own, tokens, states=last, without=done, rest=rest)
-                if bound.nbytes:
-                    way = self.order.way or self._around.config.way
-                    path = await paths.choose(way, bound, engine, peer)
-                    self.path = path.name
-                    began = time.monotonic()
-                    move = Move(
-                        bound, own, tokens, last, engine, peer, readers, self.order.priority, self.deadline,
-                        self._flights,
-                    )  # fmt: skip
-                    moves.append(moved := await path.move(move))
-                    self.phases.moved(began)
-                    self.descriptors += moved.descriptors
-                    by_rank = {rank: bound.nbytes_by_rank[rank] for rank in moved.ranks}
-                    read.update(by_rank)
-                    for reader in readers:
-                        reader.nbytes += by_rank.get(reader.source.rank, 0)
-                    if moved.failed is not None:
-                        if last:
-                            whole |= {rank: read[rank] for rank in by_rank if paths.packed_whole(rank, moves)}
-                        raise moved.failed
-                    self.nbytes += bound.nbytes
-                at = tokens[1]
-            if last:
-                break
-            self.phases.publish_awaited()
-            unfinished = [reader for reader in readers if reader.lease.more]
-            behind = [reader for reader in unfinished if reader.lease.num_tokens <= published] or unfinished
-            # The others have nothing to say but that their reading is over.
-            more = together(reader.advance() for reader in behind)
-            await unless(more, (reader.over() for reader in readers if reader not in behind))
-            self.phases.published()
-        self.tokens = (first, at)
-        self.metadata = next((reader.lease.metadata for reader in readers if reader.lease.metadata), b"")
-        return moves
+    # ---- the end ----
 
     async def _settle(self, engine: Engine) -> None:
         """Once nothing can be written any more, release the claim, tell the engine, and let the peer go."""
@@ -553,15 +531,19 @@ class Transfer:
         with self._tried("count it as quiet"):
             self._around.on_quiet(self)
         self._flights.clear()
-        if self._reads is not None:
-            (peer, through), self._reads = self._reads, None
-            for reader in through:
-                reader.named = self.lease  # ranks with nothing to read close the one that the others have read
-            close_all(through, complete=True)
-            with self._tried("leave the peer"):
-                self._around.peers.leave(peer)
+        self._tell(t.Quiet())
+        self._leave_peer()
         with self._tried("let go of what no record needs"):
             self._let_go()
+
+    def _leave_peer(self) -> None:
+        for reader in self._readers.values():
+            reader.end_timer()
+        self._readers = {}
+        peer, self._peer = self._peer, None
+        if peer is not None:
+            with self._tried("leave the peer"):
+                self._around.peers.leave(peer)
 
     def _tried(self, step: str) -> contextlib.AbstractContextManager[None]:
         """No step of an end keeps a later one from being taken."""
@@ -574,18 +556,20 @@ class Transfer:
             self.brought = {rank: brought.past() for rank, brought in self.brought.items()}
             self.reservation = self.reservation and self.reservation.past()
 
-    def _move(self, to: TransferState) -> None:
+    def _enter(self, state: TransferState) -> None:
+        self.phases.published()
         self.phases.leave(self.state)
-        self.machine.move(to)
+        self.state = state
         self.wake()
 
-    def _end(self, engine: Engine, state: TransferState, problem: KvferryError | None) -> None:
-        if state is not TransferState.DONE:
+    def _end(self, engine: Engine, verdict: t.Finish) -> None:
+        if verdict.state is not TransferState.DONE:
             for flight in self._flights:
                 with self._tried("abandon a read"):
                     flight.abandon()
-            self.phases.published()
-        self._move(state)
+        self._read = [(each.source, each.read.nbytes, each.lease.version) for each in self._readers.values()]
+        self._enter(verdict.state)
+        self.tokens, self.metadata, problem = verdict.tokens, self._machine.metadata, verdict.problem
         self.phases.end()
         self.problem = problem.kept() if problem else None
         if all(flight.quiet.done() for flight in self._flights):
@@ -604,46 +588,19 @@ class Transfer:
         """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them. phases_ms: of
         its share."""
         took_ms, moving_ms = phases_ms["total"] - phases_ms["waiting"], phases_ms.get("moving", 0.0)
-        readers, self._readers = self._readers, []
-        for reader in readers:
-            source, contact = reader.source, reader.source.channel.contact
-            source.bytes_read += reader.nbytes
+        read, self._read = self._read, []
+        for source, nbytes, version in read:
+            contact = source.channel.contact
+            source.bytes_read += nbytes
             if self.state is TransferState.DONE:
                 contact.answered()
                 source.transfers += 1
-                if self.path is not None and reader.nbytes and moving_ms:
+                if self.path is not None and nbytes and moving_ms:
                     source.path = self.path.value
-                    source.lately.append((took_ms, 1e3 * reader.nbytes / moving_ms))
-            elif self.problem is not None and self.problem.code == "deadline" and not reader.lease.version:
+                    source.lately.append((took_ms, 1e3 * nbytes / moving_ms))
+            elif self.problem is not None and self.problem.code == "deadline" and not version:
                 contact.failed(self.problem)
 
     def _be_quiet(self) -> None:
         """The blocks may be reserved again."""
         self.quiet.set()
-
-
-def lease_changed(request_id: str, why: str) -> KvferryError:
-    """The error for an attempt of which one part is of one lease, and another of another."""
-    remedy = "try again, in a new attempt: the request was published anew meanwhile"
-    return Conflict("lease_changed", why, field="request_id", value=request_id, remedy=remedy)
-
-
-def _check_one_prompt(readers: list[SourceReader]) -> None:
-    """What the ranks have published is of one prompt, by its digest. Raises KvferryError."""
-    if len({reader.lease.digest for reader in readers}) > 1:
-        by_rank = ", ".join(f"rank {reader.source.rank} {reader.lease.digest.hex() or 'none'}" for reader in readers)
-        why = "the source ranks published different prompts under one id, as their digests say"
-        remedy = "all ranks of an engine publish one prompt, with its digest, under a request's id"
-        raise Conflict("ranks_disagree", why, field="digest", value=by_rank, remedy=remedy)
-
-
-def _check_published(readers: list[SourceReader], published: int, wanted: tuple[int, int] | None) -> None:
-    """All that is wanted has been published, by all ranks alike. Raises KvferryError."""
-    if wanted is not None and published < wanted[1]:
-        why, remedy = f"only tokens up to {published} were published", f"ask for tokens up to {published}"
-        raise Conflict("tokens_unpublished", why, field="token_range", value=f"{wanted[0]}:{wanted[1]}", remedy=remedy)
-    if wanted is None and any(reader.lease.num_tokens != published for reader in readers):
-        by_rank = ", ".join(f"rank {reader.source.rank} {reader.lease.num_tokens}" for reader in readers)
-        why = f"the source ranks published different numbers of tokens: {by_rank}"
-        remedy = "all ranks of an engine publish the same tokens of a request"
-        raise Conflict("ranks_disagree", why, field="num_tokens", value=published, remedy=remedy)

@@ -111,7 +111,7 @@ class Transfers(Book):
                 self._by_part[part].order = order
             case e.Follow(part, order):
                 assert isinstance(order, Order)
-                self._by_part[part].led = order
+                self._by_part[part].follow(order)
             case e.TakeReservation(part, attempt, reservation):
                 transfer = self._by_part[part]
                 transfer.attempt = attempt

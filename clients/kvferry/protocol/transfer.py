@@ -1,0 +1,314 @@
+"""An attempt of one rank of the engine that reads, from its rendezvous to the verdict.
+
+`do` says what is to be done now. The shell does it, tells how it went, and finds the next; readings are heard
+meanwhile.
+`Finish` is all that makes an attempt done, and only `_verdict` makes that.
+
+    Listen (until order and reservation match) -> Meet
+        -> Listen (until every source rank has told of the lease; those behind are asked for the newest)
+        -> Move, Listen, Move ... (tokens as they are published) -> Prove -> Compare -> Finish
+    what fails while it goes by an announcement, once:  -> Drain -> Listen ...
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from kvferry.errors import KvferryError
+from kvferry.protocol import reading as r
+from kvferry.protocol import transfer_events as t
+from kvferry.protocol.one_lease import check_first, check_one_prompt, check_published, one_lease
+from kvferry.protocol.reading import Following
+from kvferry.protocol.states import TransferState, moved
+from kvferry.protocol.values import Sizes
+
+Effects = list[t.TransferEffect]
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A reading of the lease, from all source ranks that are not whole."""
+
+    at: int
+    first: int
+    read: Counter[int] = field(default_factory=Counter)
+    """Bytes by source rank."""
+    unpacked: set[int] = field(default_factory=set)
+    """Source ranks of which bytes are not proven by packing."""
+
+
+class Progress:
+    """How one rank's part of an attempt goes."""
+
+    def __init__(self) -> None:
+        self.wanted: t.Wanted | None = None
+        """None until the two halves match."""
+        self.state = TransferState.WAITING
+        self.do: t.Do = t.Listen()
+        self.readings: dict[int, Following] = {}
+        """Source ranks that are read."""
+        self.lease: t.LeaseId | None = None
+        """The one that is read, once it is known."""
+        self.announced = False
+        """It went by what sources had announced, without waiting for them."""
+        self._peer: t.Met | None = None
+        self._met = 0
+        """How often hands were shaken."""
+        self._opened = self._retried = False
+        """Every source rank has told of its lease; what was announced has failed, and was asked."""
+        self._told = False
+        """Other ranks have been told which lease it is: no other is read any more."""
+        self._led: t.LeaseId | None = None
+        self._awaited: set[int] = set()
+        """Source ranks of which an update is awaited."""
+        self._whole: dict[int, int] = {}
+        """Bytes of each source rank that was read to its end, and proven by that."""
+        self._pass = _Pass(0, 0)
+
+    # ---- events ----
+
+    def on(self, event: t.TransferEvent, now: float) -> Effects:
+        if isinstance(event, t.Quiet):
+            effects = self._leave(now) if self.state is TransferState.DONE else []
+            self.readings = {}
+            return effects
+        if self.state.ended:
+            return []
+        try:
+            match event:
+                case t.Match(wanted):
+                    self.wanted, self.do = wanted, t.Meet()
+                    self._move(TransferState.CONNECTING)
+                case t.Told(rank, told):
+                    effects = self._say(rank, told, now) if rank in self.readings else []
+                    return effects + (self._look(now) if self.readings and isinstance(self.do, t.Listen) else [])
+                case t.Led(first):
+                    self._led = first
+                case t.Stop(why, aborted):
+                    return self._finish(why, now, aborted=aborted)
+                case t.Failed(why):
+                    raise why
+                case t.Met():
+                    return self._meet(event, now)
+                case t.Drained():
+                    self._awaited = {rank for rank, each in self.readings.items() if each.announced}
+                    self.do = t.Listen()
+                    return self._say_all(self._awaited, r.AskAgain(), now) + self._look(now)
+                case t.Moved():
+                    return self._moved(event, now)
+                case t.Proven(first):
+                    self._proven(first or self._led)
+                case t.Compared():
+                    self.do = self._verdict()
+                case _:
+                    assert_never(event)
+        except KvferryError as why:
+            return self._fail(why, now)
+        return []
+
+    def first(self, read: t.LeaseId) -> t.LeaseId | None:
+        """For another rank to compare; None until it is known. No other lease is read from now on. A lease
+        that was announced may be out of date: unless the other rank has read the same, and proven it, it is known only
+        at the end. read: by the other rank."""
+        if self.lease is None or (self.announced and self.state is not TransferState.DONE and read != self.lease):
+            return None
+        self._told = True
+        return self.lease
+
+    @property
+    def nbytes(self) -> int:
+        read = self._pass.read
+        return sum(read.values()) + sum(nbytes for rank, nbytes in self._whole.items() if rank not in read)
+
+    @property
+    def metadata(self) -> bytes:
+        """The metadata of the lease, while it is read."""
+        return next((each.seen.metadata for each in self.readings.values() if each.seen.metadata), b"")
+
+    @property
+    def awaits_publish(self) -> bool:
+        """The source has nothing, or nothing more, to read."""
+        reading = self.state is TransferState.READING
+        listens = isinstance(self.do, t.Listen)
+        return listens and (reading or any(self.readings[rank].awaits_publish for rank in self._awaited))
+
+    def _move(self, to: TransferState) -> None:
+        self.state = moved(self.state, to)
+
+    def _say(self, rank: int, event: r.ReadingEvent, now: float) -> Effects:
+        return [t.Say(rank, effect) for effect in self.readings[rank].on(event, now)]
+
+    def _say_all(self, ranks: Iterable[int], event: r.ReadingEvent, now: float) -> Effects:
+        return [effect for rank in sorted(ranks) for effect in self._say(rank, event, now)]
+
+    # ---- one lease ----
+
+    @property
+    def _wanted(self) -> t.Wanted:
+        assert self.wanted is not None
+        return self.wanted
+
+    def _meet(self, met: t.Met, now: float) -> Effects:
+        wanted = self._wanted
+        self._peer, self._met, self.do = replace(met, read={}), self._met + 1, t.Listen()
+        self.readings = {rank: Following(rank, wanted.request_id, wanted.lease, wanted.computed) for rank in met.read}
+        said = [effect for rank, announced in met.read.items() for effect in self._say(rank, r.Begin(announced), now)]
+        self._awaited = {rank for rank, each in self.readings.items() if not each.announced}
+        return said + self._look(now)
+
+    def _look(self, now: float) -> Effects:
+        """Whether all that is awaited has come."""
+        try:
+            for rank, each in self.readings.items():
+                if rank not in self._awaited:
+                    if self.state is TransferState.READING:
+                        each.check_goes_on()
+                elif each.take():
+                    self._awaited.remove(rank)
+            if self._awaited:
+                self.do = t.Listen()
+                return []
+            return self._go_on(now) if self.state is TransferState.READING else self._agree(now)
+        except KvferryError as why:
+            return self._fail(why, now)
+
+    def _agree(self, now: float) -> Effects:
+        """On the newest lease that any source rank has told of: the engine publishes it on all of them. Ranks that have
+        told of an older one are asked for it, and their bytes are dropped."""
+        self._opened = True
+        newest = max(each.seen.lease for each in self.readings.values())
+        behind = {rank for rank, each in self.readings.items() if each.seen.lease < newest}
+        if behind and not self._told and not self._wanted.lease:
+            for rank in behind:
+                self._whole.pop(rank, None)
+            self._awaited, self.do = behind, t.Listen()
+            return self._say_all(behind, r.AskFor(newest), now)
+        first = self._wanted.tokens[0] if self._wanted.tokens else 0
+        assert self._peer is not None
+        self.lease = one_lease(self._wanted, self._peer.epoch, self.readings, self.lease if self._told else None)
+        self._pass = _Pass(first, first)
+        self.announced = any(each.announced for each in self.readings.values())
+        self._move(TransferState.READING)
+        check_one_prompt(self.readings)
+        return self._go_on(now)
+
+    # ---- bytes, and their proof ----
+
+    def _go_on(self, now: float) -> Effects:
+        """t.Move what is published by now, or await more."""
+        wanted, going, every = self._wanted.tokens, self._pass, self.readings.values()
+        published, last = min(each.seen.num_tokens for each in every), not any(each.seen.more for each in every)
+        if last:
+            check_published(self.readings, wanted)
+        until = published if wanted is None else min(wanted[1], published)
+        if not last:
+            assert self._peer is not None
+            until -= until % self._peer.grain
+        if last or until > going.at:
+            for each in every:
+                each.check_goes_on()
+            self.do = t.Move((going.at, max(going.at, until)), last, frozenset(self._whole))
+            return []
+        return self._await_more(now)
+
+    def _await_more(self, now: float) -> Effects:
+        """Listen to the ranks that hold the others up. Other ranks can only say that their reading is over."""
+        unfinished = {rank: each.seen.num_tokens for rank, each in self.readings.items() if each.seen.more}
+        published = min(each.seen.num_tokens for each in self.readings.values())
+        self._awaited = {rank for rank, tokens in unfinished.items() if tokens <= published} or set(unfinished)
+        self.do = t.Listen()
+        return self._look(now)
+
+    def _moved(self, moved: t.Moved, now: float) -> Effects:
+        going, move = self._pass, self.do
+        assert isinstance(move, t.Move)
+        for rank, nbytes in moved.nbytes.items():
+            self._say(rank, r.Read(nbytes), now)
+        if moved.failed is None or move.states:
+            going.read.update(moved.nbytes)
+            going.unpacked |= set(moved.nbytes) - moved.packed
+        if moved.failed is not None:
+            if move.states:
+                self._whole |= {rank: going.read[rank] for rank in moved.nbytes if rank not in going.unpacked}
+            raise moved.failed
+        going.at = move.tokens[1]
+        if not move.states:
+            return self._await_more(now)
+        self._move(TransferState.VERIFYING)
+        words = {rank for rank in self.readings if rank in going.unpacked or rank not in going.read}
+        self.do = t.Prove(frozenset(words - set(self._whole)), self._asks and not self.announced)
+        return []
+
+    @property
+    def _asks(self) -> bool:
+        """Rank 0 is asked which lease it reads."""
+        return self._wanted.rank > 0 and self._led is None
+
+    def _proven(self, first: t.LeaseId | None) -> None:
+        """first: that rank 0 reads. Raises KvferryError (`lease_changed`)."""
+        wanted = self._wanted
+        if first is None and wanted.rank:  # rank 0 is bound by what it tells: it is asked about no lease that has ended
+            self.do = t.Prove(frozenset(), ask=True)
+            return
+        if first is not None and self.lease is not None:
+            check_first(wanted, first, self.lease)
+        self.do = t.Compare((self._pass.first, self._pass.at)) if wanted.sums else self._verdict()
+
+    # ---- the end ----
+
+    def _verdict(self) -> t.Finish:
+        """Done: all is moved, and proven to be of one lease."""
+        self._move(TransferState.DONE)
+        return t.Finish(self.state, self.lease, (self._pass.first, self._pass.at))
+
+    def _fail(self, why: KvferryError, now: float) -> Effects:
+        """Ask where an announcement may be the reason, or shake hands again where the peer is another one by now: each
+        once."""
+        announced = any(each.announced for each in self.readings.values())
+        if self._opened and announced and not self._retried:
+            self._retried, self.do, self._pass = True, t.Drain(), _Pass(0, 0)
+            if self.state is not TransferState.CONNECTING:
+                self._move(TransferState.CONNECTING)
+            return []
+        over = why.code == "stale_epoch" and self._wanted.epoch
+        if self.readings and not self._opened and why.code in t.STALE and self._met == 1 and not over:
+            effects = self._give_up(why, now)
+            self.readings, self.do = {}, t.Meet()
+            return effects
+        return self._finish(why, now)
+
+    def _finish(self, why: KvferryError, now: float, *, aborted: bool = False) -> Effects:
+        effects = self._give_up(why, now)
+        self._move(TransferState.ABORTED if aborted else TransferState.FAILED)
+        self.do = t.Finish(self.state, problem=why)
+        return effects
+
+    def _give_up(self, why: KvferryError, now: float) -> Effects:
+        """Close what is read, unread."""
+        self._awaited = set()
+        forget: Effects = [t.Forget()] if self.readings and why.code in t.STALE else []
+        return self._say_all(self.readings, r.Leave(complete=False), now) + forget
+
+    def _leave(self, now: float) -> Effects:
+        """Ranks with nothing to read count this one as a reader that has finished, of the lease that was read."""
+        assert self.lease is not None and self._peer is not None
+        leave = r.Leave(complete=True, lease=self.lease[1])
+        unread = [Following(rank, "", 0, self._wanted.computed) for rank in self._peer.others]
+        closed: Effects = [t.Say(each.rank, effect) for each in unread for effect in each.on(leave, now)]
+        return self._say_all(self.readings, leave, now) + closed
+
+    def check(self) -> None:
+        for each in self.readings.values():
+            each.check()
+        assert self.state.ended is isinstance(self.do, t.Finish)
+        assert self._awaited <= set(self.readings)
+        if isinstance(self.do, t.Move | t.Prove | t.Compare):
+            assert self.lease is not None and {each.seen.lease for each in self.readings.values()} == {self.lease[1]}
+        if isinstance(self.do, t.Listen) and self.wanted is not None:
+            assert self._awaited, "it waits for nothing"
+
+    def sizes(self) -> Sizes:
+        return {"readings": len(self.readings), "awaited": len(self._awaited), "whole": len(self._whole)}

@@ -1,0 +1,194 @@
+"""All that the machine of an attempt is told, what it says is to be done, and what it says meanwhile: frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvferry.errors import KvferryError
+from kvferry.protocol import reading as r
+from kvferry.protocol.reading import Computed
+from kvferry.protocol.states import TransferState
+
+LeaseId: TypeAlias = tuple[str, int]
+"""(the epoch of the source's engine, the lease's number)."""
+STALE = frozenset({
+    "stale_epoch", "stale_instance", "unknown_engine", "transport_failed", "peer_unreachable", "peer_lost",
+    "proof_failed",
+})  # fmt: skip
+"""Errors after which a peer is no longer what it was at the handshake: hands are shaken anew."""
+Range: TypeAlias = tuple[int, int]
+"""Global tokens [first, last)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """rank: this one's. epoch, lease: as the order names them; empty and 0 for any. tokens: None for all that is
+    published. sums: checksums are compared before it is done."""
+
+    request_id: str
+    rank: int = 0
+    epoch: str = ""
+    lease: int = 0
+    computed: Computed = field(default_factory=Computed)
+    tokens: Range | None = None
+    sums: bool = False
+
+
+# ---- what it is told ----
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Order and reservation are there."""
+
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """Hands are shaken. read: source ranks that are read, each with what it has announced. others: those of which there
+    is nothing to read. grain: tokens that are moved together, but for the last."""
+
+    epoch: str
+    read: Mapping[int, r.Seen | None]
+    others: Iterable[int] = ()
+    grain: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A source rank says this."""
+
+    rank: int
+    event: r.ReadingEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A move has ended. nbytes: by source rank. packed: ranks whose bytes are proven by packing. failed: why others
+    were not read, which went by announcements."""
+
+    nbytes: Mapping[int, int] = field(default_factory=dict)
+    packed: frozenset[int] = frozenset()
+    failed: KvferryError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing of before is written any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """All that was to be proven is proven. first: which lease rank 0 reads, where it was asked."""
+
+    first: LeaseId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Checksums are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It has failed, whatever was to be done."""
+
+    why: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class Led:
+    """Rank 0 reads by an order that names this lease."""
+
+    first: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """aborted: it does not fail."""
+
+    why: KvferryError
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """The attempt has ended, and nothing can be written any more."""
+
+
+TransferEvent: TypeAlias = Match | Met | Told | Moved | Drained | Proven | Compared | Failed | Led | Stop | Quiet
+
+# ---- what is to be done ----
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Shake hands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Until `do` is something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """tokens: without source ranks of which all is there. states: with the states, which go last."""
+
+    tokens: Range
+    states: bool
+    without: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Abandon what may still write, and wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prove:
+    """words: source ranks whose word must be whole. ask: ask rank 0 which lease it reads."""
+
+    words: frozenset[int]
+    ask: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Compare checksums of these tokens, and of the states."""
+
+    tokens: Range
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The verdict. lease, tokens: what was read; None where the attempt is not done, as `problem` says."""
+
+    state: TransferState
+    lease: LeaseId | None = None
+    tokens: Range | None = None
+    problem: KvferryError | None = None
+
+
+Do: TypeAlias = Meet | Listen | Move | Drain | Prove | Compare | Finish
+
+# ---- what it says meanwhile ----
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """To one source rank."""
+
+    rank: int
+    effect: r.ReadingEffect
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The peer is no longer what it was at the handshake."""
+
+
+TransferEffect: TypeAlias = Say | Forget
