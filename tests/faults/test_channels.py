@@ -89,7 +89,7 @@ async def test_a_peer_that_is_back_is_reached_at_once_though_others_hold_a_chann
                     await stub.Handshake(peer_pb2.HandshakeRequest(), timeout=TIMEOUT_S)
             assert refused.value.code != "peer_unreachable", refused.value
     finally:
-        await held.close()
+        held.close()
         await channels.close()
 
 
@@ -169,10 +169,10 @@ async def test_more_addresses_than_the_bound_are_refused_until_others_are_left()
     with pytest.raises(KvferryError) as refused:
         channels.open("127.0.0.2:1")
     assert refused.value.code == "too_many_peers"
-    await again.close()
-    await again.close()
+    again.close()
+    again.close()
     assert len(channels) == MAX_CHANNELS, "its other user is still there"
-    await held[0].close()
-    await channels.open("127.0.0.2:1").close()
+    held[0].close()
+    channels.open("127.0.0.2:1").close()
     await channels.close()
     assert not len(channels)

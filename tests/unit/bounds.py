@@ -164,6 +164,7 @@ UNDER_WAY: dict[str, Row] = {
     "Meeting._stops": lambda kept: 2 * kept.others,
     "Meeting._began": lambda kept: 2 * kept.others,
     "Meeting._unloading": lambda kept: 2 * kept.others,
+    "Channels._closing": lambda kept: 2 * kept.others,
     "Peers._preparing": lambda kept: 2 * kept.others,
     "Pairings._making": lambda kept: kept.others,
     "PeerRank.mapped": lambda kept: 0,
@@ -196,6 +197,7 @@ TASKS = (
     "._naming",
     "._unloading",
     "._freeing",
+    "._closing",
 )
 REMEMBERED: dict[str, Row] = {
     # Who asks rank 0 which lease it reads waits there by the deadline of the call.

@@ -12,6 +12,7 @@ from cachetools import LRUCache
 from kvferry.errors import Full
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2_grpc
+from kvferryd.aio import Tasks
 from kvferryd.config import Config
 from kvferryd.observe import logs
 from kvferryd.peers import allow
@@ -37,15 +38,18 @@ class Channel:
     def address(self) -> str:
         return self.contact.address
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Idempotent. Our calls have ended: where other users are left they would go on."""
         if not self._closed:
             self._closed = True
-            await self._shared.leave()
+            self._shared.users -= 1
+            if not self._shared.users:
+                self._shared.end()
 
 
 class Channels:
-    """The channels to other daemons. Those dialled after a change of the certificates' files use the new ones."""
+    """The channels to other daemons, which are closed here and nowhere else. Those dialled after a change of the
+    certificates' files use the new ones."""
 
     def __init__(self, config: Config, certificates: Certificates | None = None) -> None:
         self._config, self._certificates = config, certificates
@@ -53,6 +57,7 @@ class Channels:
         self._newest: dict[tuple[str, Identity | None], _Shared] = {}
         """Of those that are open, the one that whoever comes now gets."""
         self._contacts: LRUCache[str, Contact] = LRUCache(CONTACTS)
+        self._closing = Tasks()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -68,13 +73,15 @@ class Channels:
                     "too_many_peers", f"this daemon is connected with {len(self._open)} others", field="address",
                     value=address, remedy="try again; DELETE /v1/peers/ENGINE_ID forgets an engine",
                 )  # fmt: skip
-            shared = _Shared(address, identity, self.contact(address), self._closed)
+            shared = _Shared(address, identity, self.contact(address), self._end)
             self._open.add(shared)
             self._newest[address, identity] = shared
         return Channel(shared)
 
-    def _closed(self, shared: _Shared) -> None:
-        self._open.discard(shared)
+    def _end(self, shared: _Shared) -> None:
+        if shared in self._open:
+            self._open.remove(shared)
+            self._closing.spawn(shared.close())
         where = shared.address, shared.identity
         if self._newest.get(where) is shared:
             del self._newest[where]
@@ -100,7 +107,7 @@ class Channels:
             async with asking(channel.contact):
                 yield channel.stub
         finally:
-            await channel.close()
+            channel.close()
 
     async def recheck(self) -> None:
         """Dial everybody again whose connection was made by an older certificate. Where that fails the old one is ended
@@ -117,23 +124,26 @@ class Channels:
         except TimeoutError:
             if shared.users:
                 log.warning("connection ended: the peer does not prove itself any more", address=shared.address)
-            await shared.close()
+            shared.end()
         finally:
             await trying.close()
 
     async def close(self) -> None:
-        await asyncio.gather(*(shared.close() for shared in list(self._open)))
+        for shared in list(self._open):
+            shared.end()
+        if self._closing:
+            await asyncio.wait(self._closing)
 
 
 class _Shared:
-    """The channel that users of an address have in common. closed: called when it is."""
+    """The channel that users of an address have in common. on_end: called when it is to be closed."""
 
     def __init__(
-        self, address: str, identity: Identity | None, contact: Contact, closed: Callable[[_Shared], None]
+        self, address: str, identity: Identity | None, contact: Contact, on_end: Callable[[_Shared], None]
     ) -> None:
         self.address, self.identity, self.contact, self.users = address, identity, contact, 0
         contact.expected = (identity.name or allow.split(address)[0]) if identity else ""
-        self._closed = closed
+        self._on_end = on_end
         self._channel = _dial(address, identity)
         self.stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(self._channel)
 
@@ -143,13 +153,11 @@ class _Shared:
         if the peer has come back. Another channel dials at once; this one's users keep it."""
         return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
-    async def leave(self) -> None:
-        self.users -= 1
-        if not self.users:
-            await self.close()
+    def end(self) -> None:
+        """Idempotent."""
+        self._on_end(self)
 
     async def close(self) -> None:
-        self._closed(self)
         await self._channel.close()
 
 

@@ -68,7 +68,7 @@ class Handshakes:
             if told.get(first.rank) != address:
                 # Whoever answers at the address of an order only names the ranks: each is read where its roster has it.
                 asked.remove(first)
-                await first.close()
+                first.let_go()
             whole = sorted(told) == list(range(len(told))) and len(told) == first.manifest.world_size
             others = [rank for rank in told if first not in asked or rank != first.rank] if whole else []
             with took(took_s, "asking"):
@@ -99,7 +99,8 @@ class Handshakes:
         except BaseException:
             if peer is not None:
                 await peer.unload()
-            await asyncio.gather(*(rank.close() for rank in asked))
+            for rank in asked:
+                rank.let_go()
             raise
         return peer
 
@@ -123,7 +124,7 @@ class Handshakes:
                 raise Conflict("stale_epoch", why, field="source.epoch", value=new.manifest.epoch, remedy=remedy)
             ranks[new.rank] = new
             asked.remove(old)
-            await old.close()
+            old.let_go()
         if all(ranks[number].staging for number in planned.reads_from):
             await engine.need_arena(self._config.connect_timeout_s)
 
@@ -135,7 +136,7 @@ class Handshakes:
                 rank, _ = await self._introductions.ask(engine, engine_id, address)
             except KvferryError as error:
                 return error.code not in OVER
-            await rank.close()
+            rank.let_go()
             return rank.manifest.epoch == home.epoch
 
         return any(await asyncio.gather(*map(lives, home.addresses)))

@@ -47,7 +47,7 @@ class Introductions:
             rank = _rank(reply, manifest, channel, engine, engine_id or manifest.engine_id)
             return rank, {each.rank: each.address for each in reply.members}
         except BaseException:
-            await channel.close()
+            channel.close()
             raise
 
     async def ask_all(

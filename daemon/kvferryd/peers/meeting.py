@@ -178,7 +178,7 @@ class Meeting:
     async def _name(self, address: str) -> None:
         try:
             rank, told = await self._introductions.ask(self.engine, "", address)
-            await rank.close()
+            rank.let_go()
         except Exception as error:  # noqa: BLE001  the address is to be tried again
             self.on(e.Unnamed(address, _typed(error)))
         else:

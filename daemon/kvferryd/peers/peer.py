@@ -200,6 +200,10 @@ class PeerRank:
             except KvferryError as error:  # closed: it has unmapped by itself
                 log.debug("unmap", error=str(error))
 
+    def let_go(self) -> None:
+        """It was only asked who it is: nothing else of it is open."""
+        self.channel.close()
+
     async def close(self) -> None:
         """Nothing reads over NIXL from it any more. What is mapped stays (see `unmap`), but its end is not watched."""
         if self.mapping is not None:
@@ -208,7 +212,7 @@ class PeerRank:
             if self._stream is not None:
                 await self._stream.close()
         finally:
-            await self.channel.close()
+            self.channel.close()
 
     @property
     def rank(self) -> int:

@@ -107,7 +107,7 @@ class Peers:
                 told, _ = await self._introductions.ask(engine, engine.engine_id, address)
             except KvferryError as error:
                 return error
-            await told.close()
+            told.let_go()
             return told.manifest
 
         members = dict(engine.members)
