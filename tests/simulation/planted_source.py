@@ -86,10 +86,6 @@ def without_vouching(packing: Packing, event: Any, now: float, on: Any = Packing
     return on(packing, replace(event, vouch=False) if isinstance(event, p.Want) else event, now)
 
 
-def never(set_idle: p.SetIdle, *_: Any) -> p.SetIdle:
-    return replace(set_idle, at=None)
-
-
 def no_tombstone(held: Any, leases: Leases, name: str, number: int) -> Any:
     return None if isinstance(held, Exception) and leases.get(name) is None else held
 
@@ -123,7 +119,7 @@ PLANTED: dict[str, Planted] = {
     "a reader is not told what is packed": changed(Packing, "_copied", without(e.Speak)),
     "a reader is not told why nothing is packed": changed(Packing, "end", without(e.Speak)),
     "a copy that failed counts": (Packing, "on", as_if_whole),
-    "nobody watches a reader that holds slots": changed(Packing, "_wait_for_reader", never),
+    "nobody watches a reader that holds slots": changed(Packing, "_wait_until", without(p.SetIdle)),
     "a reader that was late is not answered": (Packing, "on", without_vouching),
     "a packing goes on beside the one that follows it": changed(Serving, "_pack", without(p.ForgoSlot, p.GiveBack)),
     "a stream that ends leaves its readings open": changed(Serving, "_leave", without(e.Close)),

@@ -258,7 +258,7 @@ class World:
         most = {
             "live": LIMIT, "awaited": LIMIT, "ended": leases.TOMBSTONES, "opened": 64 * readers, "alarms": LIMIT,
             "heap": 2 * LIMIT + 64, "readers": MAX_READERS, "queued": 16 * LIMIT, "held": SLOTS, "copying": SLOTS,
-            "begun": BLOCKS * readers, "idle": SLOTS,
+            "begun": BLOCKS * readers, "idle": BLOCKS * readers,
         }  # fmt: skip
         for name, bound in most.items():
             if sizes.get(name, 0) > bound:

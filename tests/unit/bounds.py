@@ -134,7 +134,7 @@ UNDER_WAY: dict[str, Row] = {
     "Waits._request_of": lambda kept: 2 * kept.others * kept("Waits._requests"),
     "Waits._at": lambda kept: kept("Waits._request_of"),
     "Alarms._at": lambda kept: (
-        kept("Leases._live") + kept("Packing._held") + kept("Askings._at") + kept("Leader._led")
+        kept("Leases._live") + kept.of("Packing") + kept("Askings._at") + kept("Leader._led")
     ),
     "Alarms._heap": lambda kept: 2 * kept("Alarms._at") + 64 * kept.of("Alarms"),
     "Lease.queued": lambda kept: lease.MAX_FENCED * kept("Leases._live"),

@@ -283,9 +283,7 @@ class Problem:
 LeasesEvent: TypeAlias = (
     Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick | Open | Close | Listen
 )
-ServingEvent: TypeAlias = (
-    Connect | Disconnect | Ask | Pack | Leave | Wait | Show | Over | Announce | Withdraw | p.PackingEvent | p.Idle
-)
+ServingEvent: TypeAlias = Connect | Disconnect | Ask | Pack | Leave | Wait | Show | Over | Announce | Withdraw | p.Idle
 SourceEvent: TypeAlias = (
     Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick
     | Connect | Disconnect | Ask | Pack | Leave | p.PackingEvent

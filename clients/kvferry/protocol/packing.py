@@ -47,6 +47,8 @@ class Packing:
         self._copying: dict[int, p.Slot] = {}
         self._held: dict[int, p.Slot] = {}
         self._packed = self._read = 0
+        self._patience: float | None = None
+        """How long the reader may hold slots and say nothing. None: nobody will look."""
         self._news: p.Packed | None = None
         """What the reader is still to be told."""
 
@@ -86,8 +88,13 @@ class Packing:
             case _:
                 assert_never(event)
 
-    def idle(self) -> Effects:
-        held = len(self._held)
+    def idle(self, now: float) -> Effects:
+        """It may be time to end it; what was said meanwhile has given the reader more."""
+        held, until, self._patience = len(self._held), self._patience or now, None
+        if not held:
+            return []
+        if now < until:
+            return self._wait_until(until)
         return self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
 
     def end(self, problem: KvferryError | None = None) -> Effects:
@@ -128,7 +135,9 @@ class Packing:
                 why = f"{self._chunks - self._read} chunks are not read yet"
                 return effects + self.end(Malformed("malformed_pack", why, field="vouch", value=True))
             effects += self._tell(p.Packed(self.at, vouched=True))
-        return [*effects, self._wait_for_reader(now), *self._go_on()]
+        if self._held:
+            effects += self._wait_until(now + IDLE_S)
+        return effects + self._go_on()
 
     def _go_on(self) -> Effects:
         effects: Effects = []
@@ -142,17 +151,20 @@ class Packing:
     def _copied(self, chunk: int, now: float) -> Effects:
         slot = self._held[chunk] = self._copying.pop(chunk)
         self._packed += 1
-        told = self._tell(p.Packed(self.at, ((chunk, slot),)))
-        return [p.Keep(self.at, slot, now + KEPT_S), *told, self._wait_for_reader(now), p.GoOnLater(self.at)]
+        effects: Effects = [p.Keep(self.at, slot, now + KEPT_S), *self._tell(p.Packed(self.at, ((chunk, slot),)))]
+        effects += self._wait_until(now + IDLE_S)
+        return [*effects, p.GoOnLater(self.at)] if self._wanted else effects
 
     def _tell(self, news: p.Packed) -> Effects:
-        before = self._news or news
-        chunks = before.chunks + news.chunks if self._news is not None else news.chunks
-        self._news = p.Packed(self.at, chunks, before.vouched or news.vouched, before.problem or news.problem)
+        before, self._news = self._news, news
+        if before is not None:
+            chunks, vouched = before.chunks + news.chunks, before.vouched or news.vouched
+            self._news = p.Packed(self.at, chunks, vouched, news.problem)
         return [Speak(self.at.reading)]
 
-    def _wait_for_reader(self, now: float) -> p.SetIdle:
-        return p.SetIdle(self.at.reading, now + IDLE_S if self._held else None)
+    def _wait_until(self, at: float) -> Effects:
+        watched, self._patience = self._patience is not None, at
+        return [] if watched else [p.SetIdle(self.at.reading, at)]
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
         remedy = f"want each of the {self._chunks} chunks once, and say read of those that were packed"

@@ -69,13 +69,9 @@ class Serving:
                 self.read += event.complete and event.nbytes > 0
                 self.nbytes += event.nbytes
                 return self._leave(event)
-            case p.Want() | p.WasCut() | p.Lent() | p.Copied() | p.GoOn():
-                packs = self._opened.get(event.at.reading.number)
-                packing = packs.packing if packs is not None else None
-                return list(packing.on(event, now)) if packing is not None and packing.at == event.at else []
             case p.Idle(reading):
                 idle = self._opened[reading.number].packing
-                return list(idle.idle()) if idle is not None else []
+                return [*idle.idle(now)] if idle is not None else []
             case e.Wait(reading):
                 self._opened[reading.number].waits = True
                 return [e.Speak(reading)]
@@ -93,6 +89,12 @@ class Serving:
                 return []
             case _:
                 assert_never(event)
+
+    def packing(self, at: p.At) -> Packing | None:
+        """None where it is over, or another one has taken its place."""
+        opened = self._opened.get(at.reading.number)
+        packing = opened.packing if opened is not None else None
+        return packing if packing is not None and packing.at == at else None
 
     def take(self, number: int) -> e.Told | None:
         """The next thing to tell of a reading, an announcement for 0; None where nothing is left to tell."""

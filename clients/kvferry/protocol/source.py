@@ -29,6 +29,10 @@ class Source:
     def on(self, event: e.SourceEvent, now: float) -> list[e.SourceEffect]:
         """Raises KvferryError, as the machines do; then nothing has changed."""
         match event:
+            case p.Want() | p.WasCut() | p.Lent() | p.Copied() | p.GoOn():  # first: they come with every chunk
+                known = self.streams.get(event.at.reading.stream)
+                packing = known.packing(event.at) if known is not None else None
+                return self._all(packing.on(event, now), now) if packing is not None else []
             case e.Connect(stream, who, announcing):
                 most = max(READINGS, 2 * self.leases.limit)
                 serving = self.streams[stream] = Serving(stream, who, most, announcing=announcing)
@@ -41,9 +45,6 @@ class Source:
             case e.Ask() | e.Pack() | e.Leave():
                 serving = self.streams[event.reading.stream]
                 return self._all(serving.on(event, now), now)
-            case p.Want() | p.WasCut() | p.Lent() | p.Copied() | p.GoOn():
-                known = self.streams.get(event.at.reading.stream)
-                return [] if known is None else self._all(known.on(event, now), now)
             case e.Tick():
                 effects = self._all(self.leases.on(event, now), now)
                 for reading in self._idle.due(now):
@@ -56,6 +57,8 @@ class Source:
         effects: list[e.SourceEffect] = []
         for each in said:
             match each:
+                case e.Speak() | p.Copy() | p.GiveBack() | p.Keep() | p.AskSlot():  # first: they come with every chunk
+                    effects.append(each)
                 case e.Open() | e.Close() | e.Listen():
                     effects += self._all(self.leases.on(each, now), now)
                 case e.Wait(reading) | e.Show(reading) | e.Over(reading):
@@ -74,8 +77,8 @@ class Source:
         return None if serving is None else serving.take(reading.number)
 
     def next_timer(self) -> float | None:
-        timers = (self.leases.next_timer(), self._idle.next())
-        return min((at for at in timers if at is not None), default=None)
+        lease, idle = self.leases.next_timer(), self._idle.next()
+        return lease if idle is None else idle if lease is None else min(lease, idle)
 
     def check(self) -> None:
         self.leases.check()

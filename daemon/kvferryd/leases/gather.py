@@ -100,21 +100,21 @@ class Packer:
 
     def do(self, effect: p.ArenaEffect) -> None:
         match effect:
-            case p.Cut(at, wanted, view):
-                assert isinstance(wanted, peer_pb2.PackOpen)
-                self._cut(at, wanted, view)
             case p.AskSlot(at, chunk):
                 self._ask(at, chunk)
-            case p.ForgoSlot(at, chunk):
-                asked = self._asked.pop((at, chunk))
-                if not asked.cancel() and not asked.exception():
-                    self._arena.give_back(asked.result())
             case p.Copy(at, chunk, slot):
                 self._copy(at, chunk, slot)
             case p.Keep(_, slot, until):
                 self._arena.keep(self._slots[slot], until)
             case p.GiveBack(_, slot, kept):
                 self._give_back(slot, kept=kept)
+            case p.Cut(at, wanted, view):
+                assert isinstance(wanted, peer_pb2.PackOpen)
+                self._cut(at, wanted, view)
+            case p.ForgoSlot(at, chunk):
+                asked = self._asked.pop((at, chunk))
+                if not asked.cancel() and not asked.exception():
+                    self._arena.give_back(asked.result())
             case p.GoOnLater(at):
                 asyncio.get_running_loop().call_soon(self._on, p.GoOn(at))
             case p.Forget(at):

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvferry.errors import KvferryError
 from kvferry.protocol import events as e
+from kvferry.protocol import packing_events as p
 from kvferry.protocol.lease import Lease
 from kvferry.protocol.source import Source
 from kvferry.protocol.values import Account, Publication, ReaderId, Reading, Terms
@@ -94,6 +95,10 @@ class Leases:
 
     def _do(self, effect: e.SourceEffect) -> None:
         match effect:
+            case e.Speak(reading):
+                self.streams[reading.stream].speak(reading.number)
+            case p.Copy() | p.GiveBack() | p.Keep() | p.AskSlot():
+                self.streams[effect.at.reading.stream].packer.do(effect)
             case e.HoldWord(word):
                 self.words.hold(word)
             case e.ClearWord(word):
@@ -104,8 +109,6 @@ class Leases:
                 self.on_end(account)
             case e.Served(engine_id, nbytes):
                 self._on_served(engine_id, nbytes)
-            case e.Speak(reading):
-                self.streams[reading.stream].speak(reading.number)
             case _:
                 self.streams[effect.at.reading.stream].packer.do(effect)
 
