@@ -104,9 +104,9 @@ class Daemon:
     refused: list[tuple[Key, Attempt, set[int]]] = field(default_factory=list)
     """Reservations; with the lives of the daemons then."""
     leader: Leader = field(default_factory=Leader)
-    """Of rank 0."""
+    """The machine that hands orders on, used on rank 0."""
     calls: list[Call] = field(default_factory=list)
-    """Of rank 0 to other ranks."""
+    """Calls to other ranks that are under way."""
     answers: dict[str, tuple[int, object]] = field(default_factory=dict)
     """The part of each order id, and what the order said."""
 

@@ -12,7 +12,7 @@ from kvferry.protocol.attempts import Attempt, ReadingRank
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What another rank is told of an attempt that has ended on this one. failed: it did not abort."""
+    """An attempt has ended on this rank, as others are told. failed: it did not abort."""
 
     at: ReadingRank
     request_id: str

@@ -195,9 +195,11 @@ class Parts:
         ]
 
     def pass_by(self, key: Key, attempt: Attempt, why: KvferryError) -> bool:
-        """Nothing belongs to the attempt any more, or to a lower one; whether that is news."""
-        over, _ = self._over.get(key) or (NO_ATTEMPT, None)
-        news = attempt != over and not attempt.before(over)
+        """Nothing belongs to the attempt any more, or to a lower one; whether that is news. An attempt of another kind
+        than the newest is refused for that."""
+        current, (over, _) = self._current.get(key), self._over.get(key) or (NO_ATTEMPT, None)
+        other = current is not None and bool(current.attempt.by) != bool(attempt.by)
+        news = attempt != over and not attempt.before(over) and not other
         if news:
             self._over.put(key, (attempt, why.kept()))
         return news

@@ -1,4 +1,4 @@
-"""What the ranks of one engine say to each other."""
+"""The messages between the ranks of one engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def abort_request(engine: Engine, end: End) -> peer_pb2.AbortRequest:
 
 
 def said(body: type[B], json: bytes) -> B:
-    """What rank 0 has answered. Raises KvferryError (`protocol`)."""
+    """The answer of rank 0. Raises KvferryError (`protocol`)."""
     try:
         return body.model_validate_json(json)
     except ValidationError as error:
