@@ -116,6 +116,7 @@ UNDER_WAY: dict[str, Row] = {
     "Progress._awaited": lambda kept: kept.ranks * kept.going_on,
     "Met.read": lambda kept: 0,
     "Seen.tables": lambda kept: kept("Progress.readings"),
+    "ChunkStream._pairing": lambda kept: kept.of("ChunkStream"),
     "ChunkStream.chunks": lambda kept: 16 * kept.of("ChunkStream"),
     "ChunkStream._packed": lambda kept: kept("ChunkStream.chunks"),
     "ChunkStream._wanted_at": lambda kept: kept("ChunkStream.chunks"),
@@ -198,6 +199,7 @@ TASKS = (
     "._unloading",
     "._freeing",
     "._closing",
+    "._pairing",
 )
 REMEMBERED: dict[str, Row] = {
     # Who asks rank 0 which lease it reads waits there by the deadline of the call.

@@ -10,6 +10,7 @@ from typing import Any
 from kvferry.errors import Conflict, KvferryError
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto
+from kvferryd.aio import Tasks
 from kvferryd.copy import Chunk
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.contact import of_peer
@@ -42,7 +43,7 @@ class ChunkStream:
         self._in_time = True
         self._vouched: asyncio.Future[None] = self._loop.create_future()
         self._reader, self._opening, self._pair = reader, opening, pair
-        self._pairing: asyncio.Task[None] | None = None
+        self._pairing = Tasks()
         """Pairs anew, or has; a gather that has begun since may find that forgotten as well."""
         self._begin()
 
@@ -108,7 +109,7 @@ class ChunkStream:
         if reply.HasField("problem"):
             why = of_peer(problem_from_proto(reply.problem))
             if why.code == "unknown_pairing":
-                self._pairing = asyncio.create_task(self._pair_anew())
+                self._pairing.spawn(self._pair_anew())
             else:
                 self.fail(why)
 
@@ -123,8 +124,8 @@ class ChunkStream:
 
     def close(self) -> None:
         """Nobody waits for it any more."""
-        if self._pairing is not None:
-            self._pairing.cancel()
+        for task in self._pairing:
+            task.cancel()
 
     def _fail_broken(self, why: str) -> None:
         self.fail(Conflict("protocol", f"peer {self._address} {why}", field="pack"))

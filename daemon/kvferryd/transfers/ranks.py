@@ -14,7 +14,7 @@ from kvferry.protocol.attempts import Attempt, ReadingRank
 from kvferry.protocol.leader import AGAIN_S, Leader
 from kvferry.schemas import OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
-from kvferryd.aio import Tasks, to_the_end
+from kvferryd.aio import Tasks, Timer, to_the_end
 from kvferryd.config import Config
 from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
@@ -49,7 +49,7 @@ class Ranks:
         """Transfers whose order is handed on, by part."""
         self._telling = Tasks()
         """Calls about what has ended here."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer(lambda: self._on(e.Tick()))
         self._open: dict[Engine, dict[str, Channel]] = {}
         """Channels to the ranks of an engine, by address: they stay open, since every order needs them at once."""
 
@@ -77,22 +77,12 @@ class Ranks:
     # ---- the machine ----
 
     def _on(self, event: e.Event) -> None:
-        loop = asyncio.get_running_loop()
-        for effect in self._machine.on(event, loop.time()):
+        for effect in self._machine.on(event, asyncio.get_running_loop().time()):
             try:
                 self._do(effect)
             except Exception:  # it stops no other
                 log.exception("an effect failed", step=type(effect).__name__)
-        due, timer = self._machine.next_timer(), self._timer
-        if timer is not None and timer.when() != due:
-            timer.cancel()
-            self._timer = timer = None
-        if due is not None and timer is None:
-            self._timer = loop.call_at(due, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._on(e.Tick())
+        self._timer.set(self._machine.next_timer())
 
     def _do(self, effect: e.Effect) -> None:
         match effect:
@@ -190,8 +180,7 @@ class Ranks:
         until = loop.time() + LAST_S
         while (telling := self._calls()) and loop.time() < until:
             await asyncio.wait(telling, timeout=until - loop.time())
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.set(None)
         left = self._calls()
         for call in left:
             call.cancel()
