@@ -101,8 +101,8 @@ class Daemon:
     """The highest attempt of the engine that has had a reservation."""
     dead: dict[Key, set[Attempt]] = field(default_factory=lambda: defaultdict(set))
     """Attempts to which nothing belongs any more."""
-    refused: list[tuple[Key, Attempt, set[int]]] = field(default_factory=list)
-    """Reservations; with the lives of the daemons then."""
+    refused: list[tuple[Key, Attempt, set[int], float]] = field(default_factory=list)
+    """Reservations; with the lives of the daemons then, and until when they are told."""
     leader: Leader = field(default_factory=Leader)
     """The machine that hands orders on, used on rank 0."""
     calls: list[Call] = field(default_factory=list)
@@ -336,7 +336,7 @@ class World:
                 raise Violation("blocks are refused that are free")
         if answer.why.code in DEAD and not known and attempt not in at.dead[key]:
             at.dead[key].add(attempt)
-            at.refused.append((key, attempt, self.lives()))
+            at.refused.append((key, attempt, self.lives(), self.now + DEADLINE_S))
 
     def order(self, name: str, *, number: int = 0, order_id: str = "", lease: int = 0) -> None:
         first = self.daemons[0]
@@ -573,8 +573,11 @@ class World:
             for rank, done in job.shares.items():
                 if done is None and not any(self._asks(call, job.part, rank) for call in first.calls):
                     raise Violation("a rank is not asked again")
-        given_up = [(job.key, job.attempt, job.lives) for job in first.jobs.values() if job.shares and job.failed]
-        for key, attempt, lives in [*given_up, *first.refused]:
+        failed = [job for job in first.jobs.values() if job.shares and job.failed]
+        given_up = [(job.key, job.attempt, job.lives, job.deadline) for job in failed]
+        for key, attempt, lives, until in [*given_up, *first.refused]:
+            if until <= self.now:  # ends are told until then
+                continue
             for at in self.daemons[1:]:
                 if at.life in lives and any(not part.ended for part in at.of(key, attempt)):
                     raise Violation("a rank goes on with what rank 0 has given up")
