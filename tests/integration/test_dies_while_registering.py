@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from caches import NHD, array, cache
 
 from kvferry.errors import KvferryError
+from kvferry.protocol.session_events import Rank
 from kvferryd.config import Config
-from kvferryd.engine.session import Rank
 from kvferryd.ferry import Ferry
 from kvferryd.observe.metrics import Metrics
 from kvferryd.transport.agent import Agent

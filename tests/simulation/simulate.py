@@ -19,6 +19,7 @@ import keeper_world
 import peers_world
 import reading_world
 import requests_world
+import session_world
 import source_world
 from violation import Violation
 
@@ -30,6 +31,7 @@ WORLDS = {
     "book": book_world.World,
     "peers": peers_world.World,
     "reading": reading_world.World,
+    "session": session_world.World,
 }
 
 

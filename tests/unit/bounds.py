@@ -18,10 +18,9 @@ import numpy as np
 from cachetools import Cache
 from stepped import Daemon
 
-from kvferry.protocol import leader, lease, leases, packing, parts, peers, readers, serving
+from kvferry.protocol import leader, lease, leases, packing, parts, peers, readers, serving, session_events, sessions
 from kvferryd import aio
 from kvferryd.api import callers
-from kvferryd.engine import registry
 from kvferryd.peers import peer, reader_stream
 from kvferryd.staging import share
 from kvferryd.transfers.order import Reservation
@@ -173,7 +172,11 @@ UNDER_WAY: dict[str, Row] = {
     "Outbox._waiting": lambda kept: 256 * kept.of("Outbox"),
     "Callers._ended": lambda kept: kept("Callers._under_way"),
     "Callers._turns": lambda kept: kept("Callers._under_way"),
-    "Engines._freeing": lambda kept: 1,
+    "Engines._steps": lambda kept: 1,
+    "Engines._arisen": lambda kept: 0,
+    "Engines._attaching": lambda kept: 1,
+    "Sessions._attaching": lambda kept: 1,
+    "Session.left": lambda kept: len(session_events.Step),
     "Session._allocating": lambda kept: 1,
     "Tasks": lambda kept: sum(size for name, size in kept.sizes.items() if name.endswith(TASKS)),
     # These worlds have no rosters, known peers or engines that hand files over.
@@ -197,7 +200,7 @@ TASKS = (
     "._shaking",
     "._naming",
     "._unloading",
-    "._freeing",
+    "._steps",
     "._closing",
     "._pairing",
 )
@@ -225,7 +228,11 @@ REMEMBERED: dict[str, Row] = {
     "Ranks._open": lambda kept: kept.ranks,
     # the source's side
     "Latest._values": lambda kept: (
-        4 * leases.TOMBSTONES + readers.MAX_READERS * kept("Leases._live") + 2 * parts.ATTEMPTS + 3 * kept.others
+        4 * leases.TOMBSTONES
+        + readers.MAX_READERS * kept("Leases._live")
+        + 2 * parts.ATTEMPTS
+        + 3 * kept.others
+        + sessions.EPOCHS
     ),
     "Source.streams": lambda kept: 2 * kept.others,
     "Leases.streams": lambda kept: kept("Source.streams"),
@@ -257,9 +264,11 @@ REMEMBERED: dict[str, Row] = {
     "Callers._from": lambda kept: kept("Callers._under_way"),
     "Engine.members": lambda kept: kept.ranks,
     "Engine.instances": lambda kept: kept.ranks,
-    "Engines._by_id": lambda kept: 1,
-    "Engines._current": lambda kept: 1,
-    "Engines._epochs": lambda kept: registry.EPOCHS,
+    "Engines._sessions": lambda kept: 1,
+    "Sessions.sessions": lambda kept: 1,
+    "Sessions._current": lambda kept: 1,
+    "Session.failed": lambda kept: len(session_events.Step),
+    "Session.late": lambda kept: len(session_events.Step),
     "Unfreed._held": lambda kept: 1 + len(kept.engine.manifest.regions),  # the arena too
     "Session.regions": lambda kept: len(kept.engine.manifest.regions),
 }

@@ -758,7 +758,7 @@ class Run:
         refused = isinstance(error, KvferryError) and error.code == "not_quiet"
         if ending.done() and refused != may_go_on:
             raise Violation("what may go on is called quiet, or what does not is not", repr(error))
-        if not ending.done() or session in registry.sessions or (session.id in registry._by_id) != may_go_on:
+        if not ending.done() or session in registry.sessions or (session.id in registry._sessions) != may_go_on:
             raise Violation("a retirement that meets a failing step does not empty")
         unfreed = sum(region.span.nbytes for region in regions if not region.closed)  # type: ignore[attr-defined]
         if (may_go_on or owner in regions) != bool(unfreed) or daemon.ferry.totals().unfreed_bytes < unfreed:

@@ -11,6 +11,7 @@ from caches import attention, cache
 from stepwise import Process, World
 
 from kvferry.manifest import Manifest
+from kvferry.protocol.session_events import Rank
 from kvferry.protocol.values import Publication
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2
@@ -18,7 +19,6 @@ from kvferryd.api.callers import Callers
 from kvferryd.api.peer import PeerService
 from kvferryd.config import Config
 from kvferryd.engine import Engine
-from kvferryd.engine.session import Rank
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
 from kvferryd.observe.metrics import Metrics

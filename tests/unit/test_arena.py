@@ -12,6 +12,7 @@ import pytest
 from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
+from kvferry.protocol.session_events import Step
 from kvferryd.copy import Batch
 from kvferryd.staging import copies
 from kvferryd.staging.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
@@ -244,7 +245,7 @@ async def test_a_copy_that_hangs_keeps_no_session_from_retiring(
     copying = arena.copies.start(0, nothing)
     await asyncio.to_thread(gate.begun.wait, 60)
     async with asyncio.timeout(50):
-        await engine.session.retire("it has gone", keep=False)
+        assert not await engine.session.take(Step.STOP, "it has gone", keep=False)
     assert engine.session.stuck and not memory.closed and not copying.quiet.done()
     assert not await arena.close()
     gate.let_go.set()

@@ -12,6 +12,7 @@ import pytest
 from caches import attention, cache
 
 from kvferry.errors import KvferryError
+from kvferry.protocol.session_events import Rank
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.schemas import TransferState
 from kvferry.tables import BlockTable
@@ -20,7 +21,7 @@ from kvferryd.aio import Notes
 from kvferryd.config import Config
 from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
-from kvferryd.engine.session import Rank, Session
+from kvferryd.engine.session import Session
 from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers import channels
@@ -73,7 +74,7 @@ async def test_a_rank_that_is_told_of_an_end_after_its_engine_has_gone_keeps_no_
         transfer = jobs.receive(engine, "r", 1, reserved(engine), Order("p", address), None)
         while engine not in jobs._ranks._open:  # noqa: ASYNC110  nothing else tells that rank 1 is called
             await asyncio.sleep(0)
-        engine.session.retiring = asyncio.create_task(asyncio.sleep(0))
+        engine.session.retiring = True
         jobs.abort_engine(engine, "it has gone")
         await jobs.leave(engine)
         await transfer.ended.wait()

@@ -46,6 +46,7 @@ from kvferry.protocol import states
 from kvferry.protocol import transfer as protocol_transfer
 from kvferry.protocol.attempts import Attempt
 from kvferry.protocol.lease import Lease
+from kvferry.protocol.session_events import Rank
 from kvferry.protocol.values import Account, Publication
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
@@ -54,7 +55,6 @@ from kvferryd.api.callers import Callers
 from kvferryd.api.peer import PeerService
 from kvferryd.config import Config
 from kvferryd.engine.registration import Engine
-from kvferryd.engine.session import Rank
 from kvferryd.ferry import Ferry
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Files

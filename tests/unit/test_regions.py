@@ -18,11 +18,12 @@ from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
+from kvferry.protocol.session_events import Rank, Step
 from kvferryd.config import Config
 from kvferryd.copy.runner import Runner
 from kvferryd.engine.registration import _made_arena
 from kvferryd.engine.registry import Engines
-from kvferryd.engine.session import Rank, Session
+from kvferryd.engine.session import Session
 from kvferryd.memory.host import HostProvider
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.copies import HostCopies
@@ -48,7 +49,8 @@ async def test_a_region_that_is_made_while_its_session_is_retired_is_closed() ->
 
     adding = asyncio.create_task(session.add(0, 1, make))
     await asyncio.to_thread(begun.wait, 60)
-    await session.retire("the daemon stops", keep=False)
+    session.retired.set()
+    await session.take(Step.FREE, "the daemon stops", keep=False)
     let_go.set()
     with pytest.raises(KvferryError, match="ended"):
         await adding
@@ -210,7 +212,7 @@ class Large(Memory):
 async def _ended_by_retiring(memory: Memory) -> None:
     session = Session(Rank("e", "1", 0, 1))
     await session.add(0, 1, lambda: memory)  # type: ignore[arg-type,return-value]
-    await session.retire("its engine is gone", keep=False)
+    await session.take(Step.FREE, "its engine is gone", keep=False)
 
 
 async def _ended_as_it_came_too_late(memory: Memory) -> None:
@@ -245,7 +247,7 @@ async def _ended_with_its_arena(memory: Memory) -> None:
 async def _ended_when_it_was_kept_for_another_start(memory: Memory) -> None:
     engines = Engines(Config(), HostProvider(), *(lambda *_: None for _ in range(4)))  # type: ignore[arg-type]
     session = await engines.attach(Rank("e", "1", 0, 1))
-    await session.add(0, 1, lambda: memory)  # type: ignore[arg-type,return-value]
+    await engines._add(session, 0, 1, lambda: memory)  # type: ignore[arg-type,return-value]
     with contextlib.suppress(KvferryError):
         await engines.end(session.id)
     assert not memory.closed

@@ -17,8 +17,10 @@ from stepwise import World
 
 from kvferry.errors import KvferryError
 from kvferry.process import Process
+from kvferry.protocol.session import STEP_S
+from kvferry.protocol.session_events import Allocated, Rank
 from kvferry.v1 import engine_pb2
-from kvferryd.engine.session import Rank, Session
+from kvferryd.engine.session import Session
 from kvferryd.memory import Files
 
 ADDRESS = "127.0.0.1:7001"
@@ -148,6 +150,30 @@ def test_memory_that_may_still_be_used_is_neither_freed_nor_called_quiet(
     assert attached_anew(daemon).id != engine.session.id
 
 
+def test_memory_is_freed_when_what_used_it_stops_after_it_was_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = a_daemon(world)
+    agent, memory, arena, stops = daemon.engine.agent, region(daemon), daemon.engine.arena.region, asyncio.Event()
+    close = agent.close
+
+    async def closes_late() -> bool:
+        await stops.wait()
+        return await close()
+
+    monkeypatch.setattr(agent, "close", closes_late)
+    with world.within(daemon.process):
+        ending = world.loop.create_task(daemon.ferry.registry.end(daemon.engine.session.id))
+        world.loop.settle()
+        assert not ending.done()
+        world.loop.pass_time(STEP_S + 1.0)
+        assert getattr(ending.exception(), "code", "") == "not_quiet" and not memory.closed
+        world.loop.call(stops.set)
+        world.loop.pass_time(1.0)
+    assert memory.closed and arena.closed and not daemon.ferry.totals().unfreed_bytes
+    assert not daemon.ferry.registry._sessions
+
+
 def _noted(close: Callable[[], Any], taken: list[str], name: str) -> Callable[[], Any]:
     def noted() -> Any:
         taken.append(name)
@@ -164,14 +190,15 @@ def test_memory_that_waited_for_its_engine_and_cannot_be_freed_keeps_no_other_st
     kept.owned = True
     session, registry = daemon.engine.session, daemon.ferry.registry
     with world.within(daemon.process):
+        world.loop.call(registry._feed, Allocated(session.id, owned=True))
         world.loop.complete(registry.end(session.id))
-    assert session.expiry is not None and not kept.closed
+    assert session.id in registry._sessions and not kept.closed
     monkeypatch.setattr(kept, "close", breaks)
     with structlog.testing.capture_logs() as logged:
         attached_anew(daemon)
     assert "free region 0" in {line.get("step") for line in logged}
     assert daemon.ferry.totals().unfreed_bytes == kept.span.nbytes
-    assert session.id not in registry._by_id
+    assert session.id not in registry._sessions
 
 
 def test_a_region_that_comes_too_late_and_cannot_be_freed_is_accounted_for(world: World) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from seeded import KNOWN, SEEDS, found_by, quiet
 
+from kvferry.protocol import session as protocol_session
 from kvferry.protocol.claims import Claims
 from kvferry.protocol.lease import Lease
 from kvferry.protocol.leases import Leases
-from kvferryd.engine.registry import Engines
 from kvferryd.engine.session import Session
 from kvferryd.ferry import Ferry
 from kvferryd.observe.metrics import Metrics
@@ -97,9 +97,9 @@ PLANTED = [
     ("an engine is not told", Session, "tell", nothing, "an engine is not told of an end"),
     (
         "a session is never forgotten",
-        Engines,
-        "_forget",
-        nothing,
+        protocol_session.Session,
+        "_retired",
+        no_effects,
         "a retirement that meets a failing step does not empty",
     ),
     (

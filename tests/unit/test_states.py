@@ -13,6 +13,7 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
 from kvferry.protocol.attempts import Attempt
+from kvferry.protocol.session_events import Rank
 from kvferry.protocol.states import LEASE, TRANSFER, IllegalMove, moved
 from kvferry.schemas import LeaseState as L
 from kvferry.schemas import RankTransfer
@@ -21,7 +22,7 @@ from kvferry.v1 import peer_pb2
 from kvferryd.config import Config
 from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
-from kvferryd.engine.session import Rank, Session
+from kvferryd.engine.session import Session
 from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peers import Peers

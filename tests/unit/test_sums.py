@@ -18,6 +18,7 @@ from test_copy_host import Memory, sources_of
 from test_share import packed_by
 
 from kvferry.errors import KvferryError
+from kvferry.protocol.session_events import Step
 from kvferryd.copy import Batch, Chunk, Move, cut, host, mapped, moves, sums
 from kvferryd.copy.batch import Side, Table
 from kvferryd.copy.chunks import ALIGN
@@ -126,7 +127,7 @@ async def test_a_sum_that_hangs_keeps_no_session_from_retiring(monkeypatch: pyte
     hanging, behind = (asyncio.create_task(engine.sums.of(chunks, lambda *_: [])) for chunks in (hang, list))
     await asyncio.to_thread(begun.wait, 60)
     async with asyncio.timeout(50):
-        await engine.session.retire("it has gone", keep=False)
+        assert not await engine.session.take(Step.STOP, "it has gone", keep=False)
     assert engine.session.stuck
     let_go.set()
     assert await hanging == []

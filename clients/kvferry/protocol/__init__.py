@@ -18,4 +18,7 @@ tests/simulation runs the same machines, without any shell.
     claims.py    blocks that may still be written        leader.py    rank 0: hands on, gathers (leader_events.py)
 
     book.py      the client's half: what an engine has published and receives (book_events.py, book_values.py)
+    session.py   one session: open, lost, its end        session_events.py  all that is said to it and by it
+    sessions.py  one session for each engine
+    keeper.py    which daemon serves, and stands by      keeper_events.py   all that is said to it and by it
 """

@@ -13,6 +13,7 @@ from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.outbox import SEVERAL
 from kvferry.protocol.attempts import Attempt, replaced
+from kvferry.protocol.session_events import Rank
 from kvferry.protocol.values import Publication
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferry.wire import TRANSFER_STATES, manifest_from_proto, problem_to_proto, tables_from_proto
@@ -20,7 +21,7 @@ from kvferryd.api.answer import Context, first_of, protocol, stream, told, unary
 from kvferryd.api.handover import Handovers
 from kvferryd.check import check_digest, check_number, check_request_id, check_seconds, check_source, check_way
 from kvferryd.engine import Engine
-from kvferryd.engine.session import Rank, Session
+from kvferryd.engine.session import Session
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
 from kvferryd.observe import logs
@@ -138,8 +139,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
-        session, allocate = self._session(request.session), self._ferry.memory.allocate
-        region = await session.add(request.region, request.nbytes, lambda: allocate(request.nbytes, kept=True))
+        session = self._session(request.session)
+        region = await self._ferry.registry.allocate(session, request.region, request.nbytes)
         memory = region.exported(request.region)
         if region.file >= 0:
             ticket = self._handovers.hold(request.session, Files([os.dup(region.file)]))

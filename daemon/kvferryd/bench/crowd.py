@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
+from kvferry.protocol.session_events import Rank
 from kvferry.rpc import PEER_OPTIONS, PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.api.callers import Callers
@@ -26,7 +27,6 @@ from kvferryd.bench.child import tell
 from kvferryd.config import Config
 from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
-from kvferryd.engine.session import Rank
 from kvferryd.ferry import Ferry
 from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics

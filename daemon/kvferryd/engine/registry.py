@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-
-from cachetools import LRUCache
 
 from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
 from kvferry.manifest import Manifest
 from kvferry.process import Process
+from kvferry.protocol import session_events as e
+from kvferry.protocol.session_events import Rank
+from kvferry.protocol.sessions import Sessions, not_quiet
 from kvferry.protocol.values import Account
 from kvferry.v1 import engine_pb2
-from kvferryd.aio import Tasks
+from kvferryd.aio import Tasks, Timer, settle
 from kvferryd.config import Config
 from kvferryd.ending import Step, ended, tried
 from kvferryd.engine.fences import Fences
 from kvferryd.engine.registration import Engine, OnLeaseEnd, check, make
-from kvferryd.engine.session import Rank, Session
+from kvferryd.engine.session import Session
 from kvferryd.leases.leases import OnServed
 from kvferryd.memory import Files, Provider, Region
 from kvferryd.memory.unfreed import Unfreed
 from kvferryd.observe import logs
 
 log = logs.get(__name__)
-DETACH_S, RETIRE_S = 0.5, 10.0
-DYING_S = 10.0
-"""A killed process closes its sockets first and is dead some time later: with much GPU memory, seconds. If the engine
-lives, its client leaves the blocks alone until the daemon has answered."""
-KEPT_S = 30.0
-"""How long the memory of an engine that has lost its session waits for it to attach again."""
+RETIRE_S = 20.0
+"""How long the sessions may take to retire when the daemon stops."""
 MAX_WORLD_SIZE = 4096
-EPOCHS = 4096
-"""Registered epochs remembered, so that none is registered twice."""
 
 
 class Engines:
@@ -51,23 +48,95 @@ class Engines:
         """before_retire: what is to be done before the engine's agent is closed."""
         self._config, self._memory, self._on_served = config, memory, on_served
         self._on_lease_end, self._on_detach, self._before_retire = on_lease_end, on_detach, before_retire
-        self._current: dict[str, Session] = {}
-        """By engine."""
-        self._by_id: dict[str, Session] = {}
-        """Also those being retired, those whose regions are kept, and the stuck, whose memory must not be freed."""
-        self._epochs: LRUCache[tuple[str, str], None] = LRUCache(EPOCHS)
-        self._freeing = Tasks()
-        """Memory that waited for a session and is given back."""
+        self._machine, self._arisen = Sessions(), deque[e.SessionEvent]()
+        self._timer = Timer(lambda: self._feed(e.Tick()))
+        self._acting = False
+        self._fed = asyncio.Event()
+        self._sessions: dict[str, Session] = {}
+        """Also those that end, those whose regions are kept, and the stuck, whose memory must not be freed."""
+        self._attaching: dict[str, asyncio.Future[Session]] = {}
+        self._steps = Tasks()
         self.unfreed = Unfreed()
 
     @property
     def sessions(self) -> list[Session]:
         """One for each engine, whether it has registered or not."""
-        return list(self._current.values())
+        return [self._sessions[id] for id in self._machine.current()]
 
     def __iter__(self) -> Iterator[Engine]:
         """Those that are registered."""
         return iter([session.engine for session in self.sessions if session.engine is not None])
+
+    # ---- what the machine says ----
+
+    def _feed(self, event: e.SessionEvent) -> None:
+        """An event that comes while effects are carried out waits for them."""
+        self._arisen.append(event)
+        if self._acting:
+            return
+        self._acting = True
+        try:
+            while self._arisen:
+                for effect in self._machine.on(self._arisen.popleft(), asyncio.get_running_loop().time()):
+                    with tried(type(effect).__name__):
+                        self._do(effect)
+        finally:
+            self._acting = False
+        self._timer.set(self._machine.next_timer())
+        self._fed.set()
+
+    def _do(self, effect: e.SessionEffect) -> None:
+        match effect:
+            case e.Open(id, rank, before):
+                session = Session(rank, id, None if before is None else self._sessions[before], self.unfreed)
+                session.most_events += self._config.max_leases + 2 * self._config.max_transfers
+                self._sessions[id] = session
+            case e.Attached(id):
+                settle(self._attaching[id], self._sessions[id])
+            case e.Refused(id, why):
+                settle(self._attaching[id], error=why)
+            case e.Take(id, step, why, keep):
+                self._sessions[id].retiring = True
+                self._steps.spawn(self._take(self._sessions[id], step, why, keep))
+            case e.Over(id):
+                self._sessions.pop(id).close()
+            case _:
+                self._tell(self._sessions[effect.session], effect)
+
+    def _tell(self, session: Session, effect: e.Detach | e.EndLeases | e.Shut | e.Hold | e.Ended) -> None:
+        match effect:
+            case e.Detach(_, why):
+                session.detached.set()
+                session.events.end()
+                log.info("engine detached", why=why, **session.about)
+                if session.engine is not None:
+                    with tried("end its transfers", **session.about):
+                        self._on_detach(session.engine, why)
+            case e.EndLeases(id, why, keep_whole):
+                if session.engine is not None:
+                    with tried("end its leases", **session.about):
+                        session.engine.leases.revoke_all(why, keep_whole=keep_whole)
+                if not session.has_leases:
+                    self._feed(e.LeasesOver(id))
+            case e.Shut():
+                session.retired.set()
+                session.events.end()
+            case e.Hold():
+                session.hold()
+            case e.Ended(_, stuck):
+                if stuck:
+                    session.close()
+                session.ended.set()
+
+    async def _take(self, session: Session, step: e.Step, why: str, keep: bool) -> None:
+        done = True
+        if step is not e.Step.TRANSFERS:
+            done = await session.take(step, why, keep=keep)
+        elif session.engine is not None:
+            await ended(self._before_retire(session.engine, why), **session.about)
+        self._feed(e.StepOver(session.id, step, done))
+
+    # ---- engines ----
 
     async def attach(self, rank: Rank, resume: str = "") -> Session:
         """A new session. What there was of this engine before is retired first.
@@ -75,49 +144,20 @@ class Engines:
         resume: a session of the same rank and epoch, whose daemon-owned regions go on in this one.
         """
         _check(rank)
-        if resume:
-            await self.end(resume)
-        old = await self._ended(rank.engine_id)
-        kept = [each for each in self._by_id.values() if each.expiry and each.rank.engine_id == rank.engine_id]
-        before = next((each for each in kept if each.id == resume and each.rank == rank), None)
-        if before is None and rank[:2] in self._epochs:
-            raise Conflict(
-                "epoch_reused", f"epoch {rank.epoch} of engine {rank.engine_id} is over", field="epoch",
-                value=rank.epoch, remedy="use a new epoch for every start of the engine",
-            )  # fmt: skip
-        session = Session(rank, before, self.unfreed)
-        session.most_events += self._config.max_leases + 2 * self._config.max_transfers
-        for each in kept:
-            self._give_back(each)
-        self._current[rank.engine_id] = self._by_id[session.id] = session
+        for session in self.sessions:
+            if session.rank.engine_id == rank.engine_id and session.process is not None and session.process.dead:
+                self._feed(e.Died(session.id))
+        id = secrets.token_urlsafe(16)
+        attached: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
+        self._attaching[id] = attached
+        self._feed(e.Attach(id, rank, resume))
         try:
-            if old is not None:  # to its end, even if the new engine is gone again meanwhile
-                await asyncio.shield(self._retire_soon(old, f"engine {rank.engine_id} started anew"))
-            if self._freeing:  # there may be no room for both
-                await asyncio.wait(self._freeing, timeout=RETIRE_S)
-        except BaseException:
-            session.detached.set()
-            self._retire_soon(session, f"engine {rank.engine_id} is gone")
+            return await attached
+        except asyncio.CancelledError:
+            self._feed(e.GiveUp(id))
             raise
-        return session
-
-    async def _ended(self, engine_id: str) -> Session | None:
-        """The session there is of this engine. Raises KvferryError (`engine_attached`) while the engine lives in it."""
-        old = self._current.get(engine_id)
-        if old is not None and old.attached:
-            if old.process is not None and old.process.dead:
-                self._died(old)
-            with contextlib.suppress(TimeoutError):  # its old stream may end a little after its new start
-                await asyncio.wait_for(old.detached.wait(), DETACH_S)
-            old = self._current.get(engine_id)
-        if old is not None and old.attached and not old.retired.is_set():
-            why = f"engine {engine_id} (epoch {old.rank.epoch}) is attached to this daemon already"
-            remedy = (
-                "close the client that has the session: it may be one of your own that an error left open, which"
-                " `async with` closes; give each rank a daemon of its own"
-            )
-            raise Conflict("engine_attached", why, field="engine_id", value=engine_id, remedy=remedy)
-        return old
+        finally:
+            del self._attaching[id]
 
     def introduce(self, session_id: str, process: Process | None) -> None:
         """A process has named this session, and is ours to close. The first is the engine's: its client says so as soon
@@ -126,20 +166,20 @@ class Engines:
             session = self.of_session(session_id)
             if session.process is None and process is not None:
                 session.process, process = process, None
-                session.process.watch(lambda: self._died(session))
+                self._feed(e.Introduced(session_id))
+                session.process.watch(lambda: self._feed(e.Died(session_id)))
         finally:
             if process is not None:
                 process.close()
 
     def of_session(self, id: str) -> Session:
         """Raises KvferryError (`unknown_session`)."""
-        session = self._by_id.get(id)
-        if session is None or session.retiring is not None:
+        if not self._machine.is_open(id):
             raise NotFound(
                 "unknown_session", "the session is not known or has ended", field="session",
                 remedy="attach first, and keep the stream of events open",
             )  # fmt: skip
-        return session
+        return self._sessions[id]
 
     def get(self, engine_id: str | None) -> Engine:
         """The registered engine of this id; of None the only one. Raises KvferryError (`unknown_engine`)."""
@@ -159,16 +199,19 @@ class Engines:
     async def register(self, session: Session, manifest: Manifest) -> Engine:
         """Make the engine's memory readable by peers. Its epoch cannot be used again, but by a session that resumes."""
         check(session, manifest)
-        registering = session.registering = asyncio.get_running_loop().create_future()
+        session.registering = True
+        self._feed(e.RegistrationBegun(session.id))
         try:
             session.engine = await make(
                 session, manifest, self._config, self._memory, self._lease_ended, self._on_served
             )
         finally:
-            session.registering = None
-            registering.set_result(None)
-        self._epochs[session.rank[:2]] = None
+            session.registering = False
+            self._feed(e.RegistrationOver(session.id, session.engine is not None))
         return session.engine
+
+    async def allocate(self, session: Session, id: int, nbytes: int) -> Region:
+        return await self._add(session, id, nbytes, lambda: self._memory.allocate(nbytes, kept=True))
 
     async def adopt(self, session: Session, memory: engine_pb2.Memory, files: Files) -> None:
         """Memory of the engine's own; `files` are those that it was handed over with, and are closed."""
@@ -178,10 +221,15 @@ class Engines:
                 return self._memory.adopt(memory, numbers)
 
         try:
-            await session.add(memory.region, memory.nbytes, adopted)
+            await self._add(session, memory.region, memory.nbytes, adopted)
         except KvferryError:
             files.close()
             raise
+
+    async def _add(self, session: Session, id: int, nbytes: int, make: Callable[[], Region]) -> Region:
+        region = await session.add(id, nbytes, make)
+        self._feed(e.Allocated(session.id, region.owned))
+        return region
 
     def open_fences(self, session: Session, files: Files) -> None:
         """The page of words that the engine's streams write, once for each session; the files are closed."""
@@ -192,120 +240,34 @@ class Engines:
             session.fences = Fences(numbers)
 
     def stream_ended(self, session: Session) -> None:
-        """The engine's process tells within DYING_S whether the engine is dead."""
-        if session.attached:
-            self._detach(session, f"the session of engine {session.rank.engine_id} has ended")
-
-            def lost() -> None:
-                if not session.gone:
-                    self._withdraw(session)
-
-            wait_s = 0.0 if session.process is None else DYING_S
-            asyncio.get_running_loop().call_later(wait_s, lost)
+        """The engine's process tells soon whether the engine is dead."""
+        self._feed(e.StreamEnded(session.id))
 
     async def end(self, id: str, *, leave: bool = False) -> None:
         """End the session. Nothing of it is read or written any more when this returns, but for the leases of an engine
         that leaves. Idempotent. Raises KvferryError (`not_quiet`) when the agent cannot be stopped."""
-        session = self._by_id.get(id)
-        if session is None:
+        if (session := self._sessions.get(id)) is None:
             return
-        if leave:
-            self._part(session, f"engine {session.rank.engine_id} has left")
-        else:
-            self._withdraw(session)
-        if session.retiring is not None:
-            await asyncio.shield(session.retiring)
+        self._feed(e.Leave(id) if leave else e.Withdraw(id))
+        if not self._machine.is_open(id):
+            await session.ended.wait()
         if session.stuck:
-            raise Conflict(
-                "not_quiet", "the session's reads or copies could not be stopped: they may still write",
-                field="session", remedy="restart the daemon",
-            )  # fmt: skip
-
-    def _withdraw(self, session: Session) -> None:
-        """The session has ended, and for all we know the engine lives: it may write to its blocks as soon as it knows
-        that nobody reads them."""
-        why = f"engine {session.rank.engine_id} has lost its session"
-        self._detach(session, why)
-        self._retire_soon(session, why, keep=True)
-
-    def _detach(self, session: Session, why: str) -> None:
-        if session.attached and not session.retired.is_set():
-            session.detached.set()
-            session.events.end()
-            log.info("engine detached", why=why, **session.about)
-            if session.engine is not None:
-                with tried("end its transfers", **session.about):
-                    self._on_detach(session.engine, why)
-
-    def _died(self, session: Session) -> None:
-        self._part(session, f"engine {session.rank.engine_id} is dead")
-
-    def _part(self, session: Session, why: str) -> None:
-        """The engine is dead or has left. What it published whole in memory of ours stays readable until it is read or
-        expires."""
-        if session.gone or session.retired.is_set():
-            return
-        self._detach(session, why)
-        session.gone = True
-        if session.engine is not None:
-            with tried("end its leases", **session.about):
-                if any(not region.owned for region in session.regions.values()):
-                    session.engine.leases.revoke_all(f"{why}, and owned its memory")
-                else:
-                    session.engine.leases.revoke_all(why, keep_whole=True)
-        if not session.has_leases:
-            self._retire_soon(session, why)
+            raise not_quiet()
 
     def _lease_ended(self, engine: Engine, account: Account) -> None:
         session = engine.session
         with tried("tell of the end of a lease", request_id=account.request_id, **session.about):
             self._on_lease_end(engine, account)
-        if session.gone and not session.has_leases:
-            self._retire_soon(session, f"engine {engine.engine_id} is gone and its last lease has ended")
-
-    def _retire_soon(self, session: Session, reason: str, *, keep: bool = False) -> asyncio.Task[None]:
-        """Close everything of the session. keep: its daemon-owned regions wait for its engine to attach again."""
-        if session.retiring is None:
-            session.retiring = asyncio.create_task(self._retire(session, reason, keep))
-        return session.retiring
-
-    async def _retire(self, session: Session, reason: str, keep: bool) -> None:
-        if self._current.get(session.rank.engine_id) is session:
-            del self._current[session.rank.engine_id]
-        if session.engine is not None:
-            await ended(self._before_retire(session.engine, reason), **session.about)
-        await session.retire(reason, keep=keep)
-        if session.regions and not session.stuck:
-            session.expiry = asyncio.get_running_loop().call_later(KEPT_S, self._give_back, session)
-            if session.process is not None:
-                with tried("watch its process", **session.about):
-                    session.process.watch(lambda: self._give_back(session))
-        else:
-            self._forget(session)
-
-    def _forget(self, session: Session) -> None:
-        """Unless it is stuck: then its engine must not be told that it is over."""
-        if not session.stuck:
-            self._by_id.pop(session.id, None)
-        if session.process is not None:
-            with tried("close its process", **session.about):
-                session.process.close()
-
-    def _give_back(self, session: Session) -> None:
-        if session.expiry is not None:
-            session.expiry.cancel()
-        self._forget(session)
-        self._freeing.spawn(session.free(keep=False))
+        if not session.has_leases:
+            self._feed(e.LeasesOver(session.id))
 
     async def close(self) -> None:
-        for session in self.sessions:
-            self._retire_soon(session, "the daemon stops")
-        if retiring := [session.retiring for session in self._by_id.values() if session.retiring]:
-            await asyncio.wait(retiring, timeout=RETIRE_S)
-        for session in [session for session in self._by_id.values() if session.expiry]:
-            self._give_back(session)
-        if self._freeing:
-            await asyncio.wait(self._freeing, timeout=RETIRE_S)
+        self._feed(e.Close())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RETIRE_S):
+                while any(map(self._machine.is_ending, self._sessions)):
+                    self._fed.clear()
+                    await self._fed.wait()
 
 
 def _check(rank: Rank) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.outbox import Outbox
 from kvferry.process import Process
+from kvferry.protocol import session_events as protocol
+from kvferry.protocol.session_events import Rank
 from kvferry.v1 import engine_pb2
 from kvferryd.aio import made_on
 from kvferryd.ending import Step, ended, tried
@@ -27,35 +28,25 @@ if TYPE_CHECKING:
 log = logs.get(__name__)
 EVENTS = 1 << 14
 """The most events that wait for an engine to take them, beside those of all leases and transfers that end at once."""
-STOP = "stop what reads and writes its memory"
-"""The step until which memory is neither free nor quiet."""
-
-
-class Rank(NamedTuple):
-    """One rank of one start of an engine."""
-
-    engine_id: str
-    epoch: str
-    rank: int
-    world_size: int
 
 
 class Session:
-    """Owns the regions, the page of fences and what is registered. `retire` closes them."""
+    """Owns the regions, the page of fences and what is registered. `take` takes the steps that close them, as
+    `kvferry.protocol.sessions` says."""
 
-    def __init__(self, rank: Rank, before: Session | None = None, unfreed: Unfreed | None = None) -> None:
+    def __init__(self, rank: Rank, id: str = "", before: Session | None = None, unfreed: Unfreed | None = None) -> None:
         """before: a retired session that this one resumes. It takes over the regions. unfreed: takes those that cannot
         be given back."""
         self.unfreed = Unfreed() if unfreed is None else unfreed
-        self.rank, self.id, self.resumed = rank, secrets.token_urlsafe(16), before is not None
+        self.rank, self.id, self.resumed = rank, id, before is not None
         self.regions: dict[int, Region] = {}
         if before is not None:
             self.regions, before.regions = before.regions, {}
         self.fences: Fences | None = None
         self.engine: Engine | None = None
         """What is registered."""
-        self.registering: asyncio.Future[None] | None = None
-        """While `engine` is made."""
+        self.registering = False
+        """`engine` is being made."""
         self.events = Outbox(_several)
         self.most_events = EVENTS
         self.overfull = asyncio.Event()
@@ -64,13 +55,12 @@ class Session:
         """The engine's; None until it has introduced itself, or where the kernel cannot say which one it is."""
         self.detached = asyncio.Event()
         """The stream has ended, or the engine is gone. The first does not tell what has become of the engine."""
-        self.gone = False
-        """The process is dead, or the engine has left: it will not touch its memory any more."""
+        self.retiring = False
+        """It retires: nothing new that would have to end is made for it."""
         self.retired = asyncio.Event()
-        """`retire` has begun."""
-        self.retiring: asyncio.Task[None] | None = None
-        self.expiry: asyncio.TimerHandle | None = None
-        """Of the regions that are kept for the next session of the engine."""
+        """Its transfers have ended: nothing more is begun in it."""
+        self.ended = asyncio.Event()
+        """Nothing of it is read or written any more, unless it is `stuck`."""
         self.stuck = False
         """Its agent or its copies could not be stopped: what they read and write is never known to be over."""
         self._allocating: set[int] = set()
@@ -101,7 +91,7 @@ class Session:
                 "malformed_region", "a region needs at least one byte", field="nbytes", value=nbytes,
                 remedy="ask for the bytes that the cache needs",
             )  # fmt: skip
-        if id in self.regions or id in self._allocating or self.registering is not None or self.engine is not None:
+        if id in self.regions or id in self._allocating or self.registering or self.engine is not None:
             raise Conflict(
                 "region_taken", f"region {id} exists, or the engine has registered already", field="region", value=id,
                 remedy="allocate each region once, before registering",
@@ -159,29 +149,29 @@ class Session:
                 self.unfreed.hold(self.rank.engine_id, region, f"{name} could not be freed: {error}")
                 raise
 
-    async def retire(self, reason: str, *, keep: bool) -> None:
-        """Close everything, once. Nothing of it is read or written afterwards, unless it is `stuck`; then all memory
-        stays mapped. A step that fails keeps no other from being taken, but for those that free memory.
-
-        keep: leave the daemon-owned regions open.
-        """
-        self.retired.set()
-        self.events.end()
-        if self.registering is not None:  # its end comes soon, and nothing may be unmapped under NIXL
-            await asyncio.wait([self.registering])
-        steps = list[Step]()
+    async def take(self, step: protocol.Step, why: str, *, keep: bool) -> bool:
+        """Whether it has succeeded. keep: leave the daemon-owned regions open."""
+        takes: dict[protocol.Step, Callable[[], object]] = {
+            protocol.Step.STOP: self._stopped,
+            protocol.Step.FREE: partial(self.free, keep=keep),
+        }
         if self.engine is not None:
-            steps.append(Step("end its leases", partial(self.engine.leases.revoke_all, reason)))
+            takes[protocol.Step.LEASES] = partial(self.engine.leases.revoke_all, why)
         if self.fences is not None:  # after the leases that wait for them
-            steps.append(Step("close its fences", self.fences.close))
-        steps += [
-            Step(STOP, self._stopped),
-            Step("free its regions", partial(self.free, keep=keep), needs=frozenset({STOP})),
-        ]
-        if STOP in await ended(steps, **self.about):
-            self.stuck = True
-            for id, region in self.regions.items():
-                self.unfreed.hold(self.rank.engine_id, region, f"region {id} may still be read or written")
+            takes[protocol.Step.FENCES] = self.fences.close
+        return step not in takes or not await ended([Step(step.value, takes[step])], **self.about)
+
+    def close(self) -> None:
+        """Its engine's process is watched no more."""
+        if self.process is not None:
+            with tried("close its process", **self.about):
+                self.process.close()
+
+    def hold(self) -> None:
+        """Its memory may still be read or written: it stays mapped."""
+        self.stuck = True
+        for id, region in self.regions.items():
+            self.unfreed.hold(self.rank.engine_id, region, f"region {id} may still be read or written")
 
     async def _stopped(self) -> bool:
         """Also what registered its memory before, and failed."""
@@ -210,6 +200,8 @@ class Session:
     async def free(self, *, keep: bool) -> None:
         """Give back the regions, once nothing reads or writes them. keep: but for the daemon-owned ones."""
         gone = [id for id, region in self.regions.items() if not (keep and region.owned)]
+        for id in gone:
+            self.unfreed.let_go(self.regions[id])
         await self.give_back({f"region {id}": self.regions.pop(id) for id in gone})
 
 

@@ -17,6 +17,10 @@ class Unfreed:
     def hold(self, engine_id: str, region: Region, why: str) -> None:
         self._held.append((engine_id, region, why))
 
+    def let_go(self, region: Region) -> None:
+        """It can be freed now."""
+        self._held = [each for each in self._held if each[1] is not region]
+
     @property
     def nbytes(self) -> int:
         return sum(region.span.nbytes for _, region, _ in self._held)

@@ -206,7 +206,7 @@ class Ranks:
     async def _asking(self, engine: Engine, address: str) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
         """The peer service of one rank. The call holds the channel too: it goes on when `renew` or `leave` has let go.
         What is said after `leave` keeps no channel open."""
-        if engine.session.retiring is None and address not in (held := self._open.setdefault(engine, {})):
+        if not engine.session.retiring and address not in (held := self._open.setdefault(engine, {})):
             held[address] = self._channels.open(address)
         async with self._channels.calling(address) as stub:
             yield stub

@@ -1,0 +1,217 @@
+"""All that the machine of an engine's sessions is told, and all that it says. Sessions are named by their ids."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from kvferry.errors import KvferryError
+
+
+class Rank(NamedTuple):
+    """A rank of one start of an engine."""
+
+    engine_id: str
+    epoch: str
+    rank: int
+    world_size: int
+
+
+class Step(enum.Enum):
+    """A session that retires has these to end, in this order."""
+
+    TRANSFERS = "end its transfers, and its place among others"
+    REGISTRATION = "end its registration"
+    LEASES = "end its leases"
+    FENCES = "close its fences"
+    STOP = "stop what reads and writes its memory"
+    FREE = "free its regions"
+
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """An engine wants a session, of an id that is new. resume: the session before, whose memory goes on in this one."""
+
+    session: str
+    rank: Rank
+    resume: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The engine that is to be attached has gone."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Introduced:
+    """The process is known: its death will be told."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """A region has come. owned: by the daemon, so that it may wait for the next session."""
+
+    session: str
+    owned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationBegun:
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationOver:
+    session: str
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """The engine may live, die, or be dead already."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process is dead: it does not touch its memory any more."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The engine goes, and leaves its memory to those that read it."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """The engine is to be told that nothing of the session is read or written any more; it lives."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesOver:
+    """None is left."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOver:
+    session: str
+    step: Step
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The daemon stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+# ---- effects ----
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """There is a session from now on. before: the session whose memory it takes over."""
+
+    session: str
+    rank: Rank
+    before: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """All that was in the way has ended: the engine is told that it is attached."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    session: str
+    why: KvferryError
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """The engine hears nothing any more; its transfers end."""
+
+    session: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndLeases:
+    """Leases that must end with the engine. LeasesOver is said when none is left. keep_whole: not what is published
+    whole, which may still be read."""
+
+    session: str
+    why: str
+    keep_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shut:
+    """Nothing more is begun in the session; what is being registered is given up."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A step of the session's end; StepOver says how it went. keep: free but what the daemon owns."""
+
+    session: str
+    step: Step
+    why: str
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Its memory may still be read or written: it stays, and is accounted for."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The session has retired: nothing of it is read or written any more, unless it is stuck."""
+
+    session: str
+    stuck: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Nothing is left of the session."""
+
+    session: str
+
+
+SessionEvent: TypeAlias = (
+    Attach | GiveUp | Introduced | Allocated | RegistrationBegun | RegistrationOver | StreamEnded | Died | Leave
+    | Withdraw | LeasesOver | StepOver | Close | Tick
+)  # fmt: skip
+SessionEffect: TypeAlias = (
+    Open | Attached | Refused | Detach | EndLeases | Shut | Take | Hold | Ended | Over
+)  # fmt: skip
