@@ -24,17 +24,18 @@ def ignoring(kind: type) -> Callable[..., Any]:
     return on
 
 
-def done_uncompared(part: Progress, first: Any) -> None:
+def done_uncompared(part: Progress) -> Any:
     part.do = part._verdict()
+    return []
 
 
-def done_by_its_own_order(part: Progress, first: Any, proven: Any = Progress._proven) -> None:
+def done_by_its_own_order(part: Progress, proven: Any = Progress._proven) -> Any:
     wanted = part.wanted
     assert wanted is not None
-    if wanted.epoch and wanted.lease:
-        part.do = part._verdict()
-    else:
-        proven(part, first)
+    if not (wanted.epoch and wanted.lease):
+        return proven(part)
+    part.do = part._verdict()
+    return []
 
 
 def no_words(effects: Any, part: Progress, *_: Any) -> Any:
@@ -72,6 +73,7 @@ def only_what_is_read(effects: list[Any], part: Progress, *_: Any) -> list[Any]:
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "ranks do not compare their leases": (Progress, "_proven", done_uncompared),
+    "rank 0 is not asked": (Progress, "_ask_first", no_effects),
     "a rank is done by its own order": (Progress, "_proven", done_by_its_own_order),
     "source ranks are read of two leases": (transfer, "one_lease", newest),
     "words are not looked at": changed(Progress, "_moved", no_words),

@@ -57,6 +57,8 @@ class RankPart:
     """Source ranks of which all that is moved is read and proven."""
     failed: dict[int, KvferryError] = field(default_factory=dict)
     """Source ranks that do not pack what is wanted."""
+    asks: bool = False
+    """Rank 0 which lease it reads."""
     state: str = "reads"
     read_lease: t.LeaseId | None = None
 
@@ -125,6 +127,8 @@ class World(source_world.World):
                     self._close(part, rank, closed)
                 case t.Say(rank, r.OpenLater()):
                     part.due.add(rank)
+                case t.AskFirst():
+                    part.asks = True
                 case t.Forget():
                     pass  # a link that is broken is not used again
         part.machine.check()
@@ -191,6 +195,9 @@ class World(source_world.World):
         """One step of one rank. Its next attempt ends the one before; other ranks may be late."""
         do, rng = part.machine.do, self.rng
         self._lead(part)
+        if part.asks and rng.random() < 0.5:
+            self._hear_first(part)
+            return
         if part.due and rng.random() < 0.2:
             rank = part.due.pop()
             self.told(part, t.Told(rank, r.Due()))
@@ -328,16 +335,19 @@ class World(source_world.World):
             if at.life != part.lives[rank] or seen.word not in at.words:
                 self.told(part, t.Failed(Conflict("torn", "it did not hold")))
                 return
-        first = None
-        if do.ask:
-            leader, lease = part.receive.parts[0], part.machine.lease
-            assert isinstance(leader, RankPart) and lease is not None
-            if leader.state == "died" or ((first := leader.machine.first(lease)) is None and leader.over):
-                self.told(part, t.Failed(PeerFailed("rank_failed", "rank 0 has found no lease")))
-                return
-            if first is None:
-                return
-        self.told(part, t.Proven(first))
+        self.told(part, t.Proven())
+
+    def _hear_first(self, part: RankPart) -> None:
+        """Rank 0 has been asked which lease it reads."""
+        leader, lease = part.receive.parts[0], part.machine.lease
+        assert isinstance(leader, RankPart) and lease is not None
+        first = None if leader.state == "died" else leader.machine.first(lease)
+        if first is not None:
+            part.asks = False
+            self.told(part, t.Led(first))
+        elif leader.over or leader.state == "died":
+            part.asks = False
+            self.told(part, t.NotLed(PeerFailed("rank_failed", "rank 0 has found no lease")))
 
     # ---- streams ----
 

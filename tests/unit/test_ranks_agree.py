@@ -471,10 +471,10 @@ def test_ranks_are_never_done_with_one_number_of_two_epochs(ranks: Ranks, *, nam
 @pytest.mark.parametrize("named", [False, True])
 def test_ranks_that_were_told_of_one_lease_ask_no_other_where_rank_0_names_it(ranks: Ranks, *, named: bool) -> None:
     ranks.publish(0)
+    before = ranks.world.asked["Bound"]
     for rank in range(len(RANKS)):
         ranks.reserve(rank, order=ORDER_1 if named else ORDER)
         ranks.run_without(lambda: {flight.step for flight in ranks.world.flights()})
-    before = ranks.world.asked["Bound"]
     ranks.world.run(5000)
     assert ranks.world.asked["Bound"] - before == (0 if named else 2)
     assert all(share.state is TransferState.DONE for daemon in ranks.daemons for share in daemon.ferry.jobs)

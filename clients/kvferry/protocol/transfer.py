@@ -6,7 +6,8 @@ meanwhile.
 
     Listen (until order and reservation match) -> Meet
         -> Listen (until every source rank has told of the lease; those behind are asked for the newest)
-        -> Move, Listen, Move ... (tokens as they are published) -> Prove -> Compare -> Finish
+        -> Move, Listen, Move ... (tokens as they are published) -> Prove
+        -> Listen (until it is known which lease rank 0 reads) -> Compare -> Finish
     what fails while it goes by an announcement, once:  -> Drain -> Listen ...
 """
 
@@ -84,9 +85,15 @@ class Progress:
                     self._move(TransferState.CONNECTING)
                 case t.Told(rank, told):
                     effects = self._say(rank, told, now) if rank in self.readings else []
-                    return effects + (self._look(now) if self.readings and isinstance(self.do, t.Listen) else [])
+                    listens = isinstance(self.do, t.Listen) and self.state is not TransferState.VERIFYING
+                    return effects + (self._look(now) if self.readings and listens else [])
                 case t.Led(first):
                     self._led = first
+                    if self._awaits_first:
+                        self._proven()
+                case t.NotLed(why):
+                    if self._led is None:
+                        raise why
                 case t.Stop(why, aborted):
                     return self._finish(why, now, aborted=aborted)
                 case t.Failed(why):
@@ -99,8 +106,8 @@ class Progress:
                     return self._say_all(self._awaited, r.AskAgain(), now) + self._look(now)
                 case t.Moved():
                     return self._moved(event, now)
-                case t.Proven(first):
-                    self._proven(first or self._led)
+                case t.Proven():
+                    return self._proven()
                 case t.Compared():
                     self.do = self._verdict()
                 case _:
@@ -193,7 +200,8 @@ class Progress:
         self.announced = any(each.announced for each in self.readings.values())
         self._move(TransferState.READING)
         check_one_prompt(self.readings)
-        return self._go_on(now)
+        # Rank 0 is bound by what it tells: of what was announced it is asked once that has not ended meanwhile.
+        return ([] if self.announced else self._ask_first()) + self._go_on(now)
 
     # ---- bytes, and their proof ----
 
@@ -239,23 +247,27 @@ class Progress:
             return self._await_more(now)
         self._move(TransferState.VERIFYING)
         words = {rank for rank in self.readings if rank in going.unpacked or rank not in going.read}
-        self.do = t.Prove(frozenset(words - set(self._whole)), self._asks and not self.announced)
+        self.do = t.Prove(frozenset(words - set(self._whole)))
         return []
 
-    @property
-    def _asks(self) -> bool:
-        """Rank 0 is asked which lease it reads."""
-        return self._wanted.rank > 0 and self._led is None
+    def _ask_first(self) -> Effects:
+        return [t.AskFirst()] if self._wanted.rank and self._led is None else []
 
-    def _proven(self, first: t.LeaseId | None) -> None:
-        """first: that rank 0 reads. Raises KvferryError (`lease_changed`)."""
-        wanted = self._wanted
-        if first is None and wanted.rank:  # rank 0 is bound by what it tells: it is asked about no lease that has ended
-            self.do = t.Prove(frozenset(), ask=True)
-            return
+    @property
+    def _awaits_first(self) -> bool:
+        """All is proven, and rank 0 may read another lease."""
+        return self.state is TransferState.VERIFYING and isinstance(self.do, t.Listen)
+
+    def _proven(self) -> Effects:
+        """Raises KvferryError (`lease_changed`)."""
+        wanted, first = self._wanted, self._led
+        if wanted.rank and first is None:
+            self.do = t.Listen()
+            return self._ask_first() if self.announced else []
         if first is not None and self.lease is not None:
             check_first(wanted, first, self.lease)
         self.do = t.Compare((self._pass.first, self._pass.at)) if wanted.sums else self._verdict()
+        return []
 
     # ---- the end ----
 
@@ -308,7 +320,7 @@ class Progress:
         if isinstance(self.do, t.Move | t.Prove | t.Compare):
             assert self.lease is not None and {each.seen.lease for each in self.readings.values()} == {self.lease[1]}
         if isinstance(self.do, t.Listen) and self.wanted is not None:
-            assert self._awaited, "it waits for nothing"
+            assert self._awaited or self._awaits_first, "it waits for nothing"
 
     def sizes(self) -> Sizes:
         return {"readings": len(self.readings), "awaited": len(self._awaited), "whole": len(self._whole)}

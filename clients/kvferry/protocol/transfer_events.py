@@ -82,9 +82,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """All that was to be proven is proven. first: which lease rank 0 reads, where it was asked."""
-
-    first: LeaseId | None = None
+    """All words that were to be whole are whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +99,16 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Led:
-    """Rank 0 reads by an order that names this lease."""
+    """Rank 0 reads this lease: the order that it has handed on names it, or it was asked."""
 
     first: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class NotLed:
+    """Rank 0 was asked which lease it reads, and has none, or cannot be reached."""
+
+    why: KvferryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,9 @@ class Quiet:
     """The attempt has ended, and nothing can be written any more."""
 
 
-TransferEvent: TypeAlias = Match | Met | Told | Moved | Drained | Proven | Compared | Failed | Led | Stop | Quiet
+TransferEvent: TypeAlias = (
+    Match | Met | Told | Moved | Drained | Proven | Compared | Failed | Led | NotLed | Stop | Quiet
+)
 
 # ---- what is to be done ----
 
@@ -150,10 +157,9 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Prove:
-    """words: source ranks whose word must be whole. ask: ask rank 0 which lease it reads."""
+    """words: source ranks whose word must be whole."""
 
     words: frozenset[int]
-    ask: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +197,9 @@ class Forget:
     """The peer is no longer what it was at the handshake."""
 
 
-TransferEffect: TypeAlias = Say | Forget
+@dataclass(frozen=True, slots=True)
+class AskFirst:
+    """Ask rank 0 which lease it reads, beside all else."""
+
+
+TransferEffect: TypeAlias = Say | Forget | AskFirst

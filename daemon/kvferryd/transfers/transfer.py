@@ -21,7 +21,7 @@ from kvferry.schemas import Awaited, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import paths
-from kvferryd.aio import all_over, together
+from kvferryd.aio import Tasks, all_over, together
 from kvferryd.config import Config
 from kvferryd.ending import tried
 from kvferryd.engine import Engine
@@ -107,6 +107,7 @@ class Transfer:
         self.quiet = asyncio.Event()
         """No read can write to the destination blocks any more."""
         self._changed: asyncio.Event | None = None
+        self._ask_first: Callable[[], object] = _nothing
         self._matched = asyncio.Event()
         self._heard = asyncio.Event()
         """Something else is to be done."""
@@ -287,7 +288,8 @@ class Transfer:
 
     async def _run(self, engine: Engine) -> None:
         why: KvferryError | None = None
-        aborted = False
+        aborted, asking = False, Tasks()
+        self._ask_first = lambda: asking.spawn(self._asked(engine))
         try:
             if self._stop is not None:
                 raise asyncio.CancelledError
@@ -307,6 +309,8 @@ class Transfer:
             self._tell(t.Stop(why, aborted))
         verdict = self._machine.do
         self._end(engine, verdict if isinstance(verdict, t.Finish) else t.Finish(TransferState.FAILED, problem=why))
+        self._ask_first = _nothing
+        await asking.end()
 
     def _late(self) -> KvferryError:
         source, asked = (self.order.engine_id, self.order.address) if self.order else ("", "")
@@ -389,16 +393,10 @@ class Transfer:
                 await all_over([flight.quiet for flight in self._flights])
                 self._flights.clear()
                 return t.Drained()
-            case t.Prove(words, ask):
-                first: list[LeaseId] = []
-
-                async def asked() -> None:
-                    first.append(await self._around.ask_bound(self, engine))
-
+            case t.Prove(words):
                 alone = peer.users == 1
-                proofs = [self._readers[rank].verify(engine.agent, alone=alone) for rank in sorted(words)]
-                await together([*proofs, asked()] if ask else proofs)
-                return t.Proven(first[0] if first else None)
+                await together(self._readers[rank].verify(engine.agent, alone=alone) for rank in sorted(words))
+                return t.Proven()
             case t.Compare(tokens):
                 await compare(engine, peer, readers, reservation.tables, tokens, self.deadline)
                 return t.Compared()
@@ -476,6 +474,8 @@ class Transfer:
         peer = self._peer
         assert peer is not None
         match effect:
+            case t.AskFirst():
+                self._ask_first()
             case t.Forget():
                 self._around.peers.forget(peer)
             case t.Say(rank, r.Close() as said) if rank not in self._readers:
@@ -483,6 +483,15 @@ class Transfer:
                 close_reading(peer.ranks[rank], said, self.request_id, self._by, trace=trace)
             case t.Say(rank, said):
                 self._reader(peer, rank).take(said)
+
+    async def _asked(self, engine: Engine) -> None:
+        """Which lease rank 0 reads, while this rank reads."""
+        try:
+            self._tell(t.Led(await self._around.ask_bound(self, engine)))
+        except KvferryError as why:
+            self._tell(t.NotLed(why))
+        except Exception as error:  # noqa: BLE001
+            self._broke(error)
 
     def _broke(self, error: Exception) -> None:
         log.error("transfer broke", request_id=self.request_id, transfer_id=self.transfer_id, exc_info=error)
@@ -604,3 +613,7 @@ class Transfer:
     def _be_quiet(self) -> None:
         """The blocks may be reserved again."""
         self.quiet.set()
+
+
+def _nothing() -> None:
+    """For an attempt that has ended, or not begun."""
