@@ -6,7 +6,7 @@ seed says so, or never. Announcements come before they are wanted, or late, or o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,10 @@ class World(source_world.World):
     calm = False
     """Blows have stopped."""
 
+    def __init__(self, seed: int, *, told: Callable[[str], None] | None = None) -> None:
+        super().__init__(seed, told=told)
+        self.arisen: list[tuple[RankPart, t.TransferEvent]] = []
+
     def blow(self) -> None:
         if self.rng.random() < 0.5:
             self.publish(anew=True)
@@ -117,6 +121,14 @@ class World(source_world.World):
         return [part for part in parts if not part.over]
 
     def told(self, part: RankPart, event: t.TransferEvent) -> None:
+        """Events that arise while something is done for one are told after it, as by the shell."""
+        self.arisen.append((part, event))
+        if len(self.arisen) == 1:
+            while self.arisen:
+                self._told_next(*self.arisen[0])
+                self.arisen.pop(0)
+
+    def _told_next(self, part: RankPart, event: t.TransferEvent) -> None:
         self.pairs[part.machine.state.value, type(event).__name__] += 1
         do = part.machine.do
         for effect in part.machine.on(event, self.now):
