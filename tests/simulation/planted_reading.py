@@ -29,13 +29,9 @@ def done_uncompared(part: Progress) -> Any:
     return []
 
 
-def done_by_its_own_order(part: Progress, proven: Any = Progress._proven) -> Any:
-    wanted = part.wanted
-    assert wanted is not None
-    if not (wanted.epoch and wanted.lease):
-        return proven(part)
-    part.do = part._verdict()
-    return []
+def named_by_number(part: Progress) -> bool:
+    """A number alone is taken for the whole name of a lease."""
+    return bool(part._wanted.rank and part._led is None and not part._wanted.lease)
 
 
 def no_words(effects: Any, part: Progress, *_: Any) -> Any:
@@ -74,7 +70,7 @@ def only_what_is_read(effects: list[Any], part: Progress, *_: Any) -> list[Any]:
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "ranks do not compare their leases": (Progress, "_proven", done_uncompared),
     "rank 0 is not asked": (Progress, "_ask_first", no_effects),
-    "a rank is done by its own order": (Progress, "_proven", done_by_its_own_order),
+    "a lease's number is taken for its name": (Progress, "_needs_first", property(named_by_number)),
     "source ranks are read of two leases": (transfer, "one_lease", newest),
     "words are not looked at": changed(Progress, "_moved", no_words),
     "rank 0 reads another lease than it has told of": changed(Progress, "first", not_bound),

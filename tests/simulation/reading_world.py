@@ -99,12 +99,13 @@ class World(source_world.World):
         last = max((each.number for each in self.prefills if each.name == name), default=0)
         staged = rng.random() < 0.5
         receive = Receive(name, self.attempts[engine, name], lease or 0, staged, self.now + DEADLINE_S)
-        alike = rng.random() < 0.6
+        alike = lease is not None or rng.random() < 0.6
         named = rng.choice((0, last)) if lease is None else lease
         for reader in self.engines[engine]:
-            if not alike and lease is None:
+            if not alike:
                 named = rng.choice((0, last, max(0, last - 1)))
-            epoch = EPOCH if named and rng.random() < 0.7 else ""
+            # An engine that names a lease by epoch and number names the same on every rank.
+            epoch = EPOCH if named and alike and rng.random() < 0.7 else ""
             wanted = t.Wanted(name, reader.who.rank, epoch, named, Computed(weights=self.weights), None)
             every = tuple(at.index for at in self.sources)
             read = every if rng.random() < 0.8 else (rng.choice(every),)

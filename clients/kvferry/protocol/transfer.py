@@ -250,8 +250,15 @@ class Progress:
         self.do = t.Prove(frozenset(words - set(self._whole)))
         return []
 
+    @property
+    def _needs_first(self) -> bool:
+        """Rank 0 may read another lease. It may not where this rank's own engine names one by epoch and number, as it
+        does on every rank."""
+        wanted = self._wanted
+        return wanted.rank > 0 and self._led is None and not (wanted.epoch and wanted.lease)
+
     def _ask_first(self) -> Effects:
-        return [t.AskFirst()] if self._wanted.rank and self._led is None else []
+        return [t.AskFirst()] if self._needs_first else []
 
     @property
     def _awaits_first(self) -> bool:
@@ -261,7 +268,7 @@ class Progress:
     def _proven(self) -> Effects:
         """Raises KvferryError (`lease_changed`)."""
         wanted, first = self._wanted, self._led
-        if wanted.rank and first is None:
+        if self._needs_first:
             self.do = t.Listen()
             return self._ask_first() if self.announced else []
         if first is not None and self.lease is not None:
