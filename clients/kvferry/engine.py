@@ -386,7 +386,8 @@ class EngineClient:
         except TimeoutError:
             self._on(b.Leave(pending))
             if not pending.told.is_set():
-                message = f"the daemon did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
+                whom = self._session.whom
+                message = f"{whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
                 remedy = "wait for quiesced() before reusing the blocks; see the daemon's log"
                 late = Deadline("deadline", message, field="call_timeout_s", value=timeout_s, remedy=remedy)
                 raise Unsettled(late, pending.quiet) from None

@@ -44,8 +44,12 @@ class Outbox(Generic[M]):
             self._waiting[compose] = None
             _wake(self._taker)
 
-    def leave(self, compose: Callable[[], M | None]) -> None:
-        self._waiting.pop(compose, None)
+    def settle(self, compose: Callable[[], M | None]) -> None:
+        """Compose now what waits, if it does: whoever composes it is over, and is not kept."""
+        if compose in self._waiting:
+            del self._waiting[compose]
+            if (message := compose()) is not None:
+                self.put(message)
 
     def end(self) -> None:
         """Take nothing new. What waits is still taken; then `take` returns None."""

@@ -42,7 +42,7 @@ class Session:
         """on_event: called with every event; a KvferryError that it raises ends the session. on_end: called once, with
         the error that calls raise from then on. on_over: called once; with None when nothing of the session is read or
         written any more, or with the reason why that will never be known."""
-        self._whom = f"the daemon on {socket}"
+        self.whom = f"the daemon on {socket}"
         self._socket, self._on_event, self._on_end, self._on_over = socket, on_event, on_end, on_over
         self.call_timeout_s = call_timeout_s
         self._channel = grpc.aio.insecure_channel(f"unix:{socket}", options=OPTIONS)
@@ -74,9 +74,9 @@ class Session:
                 with contextlib.suppress(KvferryError):  # without it neither side can see that the other's process died
                     await self.hand_over([])
         except grpc.aio.AioRpcError as error:
-            why, remedy = f"{self._whom} ended the session before it had begun", "attach again"
+            why, remedy = f"{self.whom} ended the session before it had begun", "attach again"
             ended = Unavailable(UNREACHABLE, why, field="socket", value=self._socket, remedy=remedy)
-            raise error_of(error, self._whom, ended) from None
+            raise error_of(error, self.whom, ended) from None
         except (TimeoutError, StopAsyncIteration):
             message = f"no daemon opened a session on {self._socket} within {timeout_s:g} s"
             remedy = "start `kvferry serve`, or give the engine_socket it listens on"
@@ -91,7 +91,7 @@ class Session:
         try:
             return await method(request, timeout=self.call_timeout_s + timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise session_closed() if self._closing else error_of(error, self._whom) from None
+            raise session_closed() if self._closing else error_of(error, self.whom) from None
         except grpc.aio.UsageError:  # what a call on a closed channel raises
             raise session_closed() from None
         except asyncio.CancelledError:  # of this task, or of a call whose channel is closed under it
@@ -159,14 +159,14 @@ class Session:
             yield command
 
     async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
-        message, remedy = f"{self._whom} ended the session", "connect again; what was in flight has not arrived"
+        message, remedy = f"{self.whom} ended the session", "connect again; what was in flight has not arrived"
         why: KvferryError = Unavailable("daemon_gone", message, field="socket", value=self._socket, remedy=remedy)
         try:
             async for told in events:
                 for event in told.several.events if told.HasField("several") else (told,):
                     self._on_event(event)
         except grpc.aio.AioRpcError as error:
-            why = error_of(error, self._whom, ended=why)
+            why = error_of(error, self.whom, ended=why)
         except KvferryError as malformed:
             why = malformed
         finally:

@@ -52,7 +52,9 @@ class Kept:
                 if _is_collection(type(value)):
                     self.sizes[f"{name}.{attribute}"] += _size(value)
         self.sizes["words that are whole"] = int(np.count_nonzero(daemon.engine.leases.words._words))
-        self.sizes["users of peers"] = sum(each.users for each in daemon.ferry.peers_known)
+        self.sizes["users of peers"] = sum(
+            each.users for meeting in daemon.ferry.peers_known._of.values() for each in meeting.machine._loaded.values()
+        )
         over = [each for each in self.jobs if each.over and each.quiet.is_set()]
         self.going_on = len(list(self.jobs)) - len(over)
         self.sizes["transfers over that hold more than a record"] = sum(map(_holds_more, over))

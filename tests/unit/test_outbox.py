@@ -107,3 +107,18 @@ async def test_a_box_that_was_given_up_is_empty_and_stays_so() -> None:
     box.give_up()
     box.put(command(4))
     assert not box._waiting and await box.take() is None
+
+
+async def test_what_is_settled_goes_out_as_it_was_and_is_not_composed_again() -> None:
+    box, said = outbox(several=False), ["first"]
+
+    def compose() -> engine_pb2.Command:
+        return engine_pb2.Command(id=len(said))
+
+    box.settle(compose)
+    assert len(box) == 0, "it was not asked for"
+    box.ask(compose)
+    box.settle(compose)
+    said.append("later")
+    assert (await box.take()).id == 1  # type: ignore[union-attr]
+    assert len(box) == 0

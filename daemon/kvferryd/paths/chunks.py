@@ -123,9 +123,10 @@ class ChunkStream:
             self.fail(why)
 
     def close(self) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more. What it has still to say is said."""
         for task in self._pairing:
             task.cancel()
+        self._stream.settle(self._take)
 
     def _fail_broken(self, why: str) -> None:
         self.fail(Conflict("protocol", f"peer {self._address} {why}", field="pack"))

@@ -90,6 +90,10 @@ class ReaderStream:
         """Send what `compose` returns when it is its turn."""
         self._outbox.ask(compose)
 
+    def settle(self, compose: Callable[[], peer_pb2.ReadRequest]) -> None:
+        """Compose now what was asked for and waits: `compose` is not kept."""
+        self._outbox.settle(compose)
+
     def close_reading(
         self, request_id: str, lease: int, attempt: tuple[int, str], *, complete: bool, nbytes: int = 0,
         number: int = 0, trace: peer_pb2.Trace | None = None,

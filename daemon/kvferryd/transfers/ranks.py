@@ -29,6 +29,8 @@ from kvferryd.transfers.transfer import Transfer
 log = logs.get(__name__)
 LAST_S = 1.0
 """How long a daemon that stops goes on telling other ranks what has ended."""
+NOT_NOW = LOST | {"roster_incomplete", "unknown_engine", "not_a_rank"}
+"""Errors of a rank 0 that cannot be asked now, or that has another daemon, which the roster is still to tell."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,7 @@ class Ranks:
                     reply = await stub.Bound(request, timeout=max(1e-3, transfer.deadline - loop.time()))
                 return reply.epoch, reply.lease
             except KvferryError as error:
-                if error.code not in LOST | {"roster_incomplete"}:
+                if error.code not in NOT_NOW:
                     raise
                 if loop.time() + pause >= transfer.deadline or engine.instances.get(0) != asked:
                     raise _lost(engine, 0, error) from None

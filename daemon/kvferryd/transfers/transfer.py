@@ -366,10 +366,9 @@ class Transfer:
                 await self._heard.wait()
                 continue
             try:
-                went = await self._do(engine, order, reservation, do)
+                self._tell(await self._do(engine, order, reservation, do))
             except KvferryError as why:
-                went = t.Failed(why)
-            self._tell(went)
+                self._tell(t.Failed(why))
 
     async def _do(
         self,
