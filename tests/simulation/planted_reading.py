@@ -24,14 +24,14 @@ def ignoring(kind: type) -> Callable[..., Any]:
     return on
 
 
-def done_uncompared(part: Progress) -> Any:
+def done_uncompared(part: Progress, *_: Any) -> Any:
     part.do = part._verdict()
     return []
 
 
 def named_by_number(part: Progress) -> bool:
     """A number alone is taken for the whole name of a lease."""
-    return bool(part._wanted.rank and part._led is None and not part._wanted.lease)
+    return bool(part._wanted.rank and not isinstance(part._first, tuple) and not part._wanted.lease)
 
 
 def no_words(effects: Any, part: Progress, *_: Any) -> Any:

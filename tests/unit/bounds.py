@@ -212,8 +212,8 @@ REMEMBERED: dict[str, Row] = {
     # the reading side
     "Transfers._by_id": lambda kept: kept.config.max_transfers + kept.config.history,
     "Progress._whole": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "_Pass.read": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "_Pass.unpacked": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Pass.read": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Pass.unpacked": lambda kept: kept.ranks * kept("Transfers._by_id"),
     "Met.others": lambda kept: kept.ranks * kept("Transfers._by_id"),
     "Transfers._by_request": lambda kept: kept("Transfers._by_id"),
     "Transfers._by_part": lambda kept: kept("Transfers._by_id"),

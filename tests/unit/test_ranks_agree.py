@@ -496,6 +496,19 @@ def test_an_engine_that_names_two_leases_is_done_at_no_leader(ranks: Ranks) -> N
     assert {share.error.code for share in first.ranks.values() if share.error} == {"order_conflict"}
 
 
+def test_every_request_that_waits_on_a_stream_hears_that_it_is_lost(ranks: Ranks) -> None:
+    ranks.meet()
+    waiting = [ranks.receive(0, name, 1, range(8 + 4 * at, 12 + 4 * at), ORDER) for at, name in enumerate("stu")]
+    ranks.world.run(500)
+    assert {part.state for part in waiting} == {TransferState.CONNECTING}
+    ranks.world.kill(ranks.source.process)
+    ranks.world.run(500)
+    ranks.world.loop.pass_time(6.0)  # hands cannot be shaken anew
+    ranks.world.run(500)
+    assert all(part.ended.is_set() for part in waiting), [part.state for part in waiting]
+    assert all(part.problem is not None and part.problem.code != "deadline" for part in waiting)
+
+
 def test_orders_of_one_source_are_completed_by_each_other_and_never_changed() -> None:
     lease, epoch = dataclasses.replace(ORDER, lease=1), dataclasses.replace(ORDER, epoch="prefill-1")
     assert lease.naming(epoch) == epoch.naming(lease) == ORDER.naming(ORDER_1) == ORDER_1

@@ -7,6 +7,7 @@ now. It is asked once more, `AskAgain`, where the announcement turns out to be o
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
@@ -272,3 +273,15 @@ class Following:
         assert not self.announced or self.seen.version, "it goes by an announcement, and has none"
         assert not self.due or self.announced or self.opening == 0
         assert self._fresh is None or self._fresh.lease == self._told_of
+
+
+@dataclass(slots=True)
+class Pass:
+    """A reading of the lease, from all source ranks that are not whole."""
+
+    at: int
+    first: int
+    read: Counter[int] = field(default_factory=Counter)
+    """Bytes by source rank."""
+    unpacked: set[int] = field(default_factory=set)
+    """Source ranks of which bytes are not proven by packing."""

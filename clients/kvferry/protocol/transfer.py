@@ -13,9 +13,8 @@ meanwhile.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import assert_never
 
 from kvferry.errors import KvferryError
@@ -27,18 +26,6 @@ from kvferry.protocol.states import TransferState, moved
 from kvferry.protocol.values import Sizes
 
 Effects = list[t.TransferEffect]
-
-
-@dataclass(slots=True)
-class _Pass:
-    """A reading of the lease, from all source ranks that are not whole."""
-
-    at: int
-    first: int
-    read: Counter[int] = field(default_factory=Counter)
-    """Bytes by source rank."""
-    unpacked: set[int] = field(default_factory=set)
-    """Source ranks of which bytes are not proven by packing."""
 
 
 class Progress:
@@ -62,12 +49,13 @@ class Progress:
         """Every source rank has told of its lease; what was announced has failed, and was asked."""
         self._told = False
         """Other ranks have been told which lease it is: no other is read any more."""
-        self._led: t.LeaseId | None = None
+        self._first: t.LeaseId | KvferryError | None = None
+        """The lease that rank 0 reads, or why it does not say; what goes on meanwhile is let end."""
         self._awaited: set[int] = set()
         """Source ranks of which an update is awaited."""
         self._whole: dict[int, int] = {}
         """Bytes of each source rank that was read to its end, and proven by that."""
-        self._pass = _Pass(0, 0)
+        self._pass = r.Pass(0, 0)
 
     # ---- events ----
 
@@ -88,12 +76,13 @@ class Progress:
                     listens = isinstance(self.do, t.Listen) and self.state is not TransferState.VERIFYING
                     return effects + (self._look(now) if self.readings and listens else [])
                 case t.Led(first):
-                    self._led = first
-                    if self._awaits_first:
-                        self._proven()
-                case t.NotLed(why):
-                    if self._led is None:
-                        raise why
+                    self._first = first
+                    return self._proven(now) if self._awaits_first else []
+                case t.NotLed(why) if self._needs_first:
+                    self._first = why
+                    return self._finish(why, now) if isinstance(self.do, t.Listen) else []
+                case t.NotLed():
+                    pass
                 case t.Stop(why, aborted):
                     return self._finish(why, now, aborted=aborted)
                 case t.Failed(why):
@@ -107,7 +96,7 @@ class Progress:
                 case t.Moved():
                     return self._moved(event, now)
                 case t.Proven():
-                    return self._proven()
+                    return self._proven(now)
                 case t.Compared():
                     self.do = self._verdict()
                 case _:
@@ -196,7 +185,7 @@ class Progress:
         first = self._wanted.tokens[0] if self._wanted.tokens else 0
         assert self._peer is not None
         self.lease = one_lease(self._wanted, self._peer.epoch, self.readings, self.lease if self._told else None)
-        self._pass = _Pass(first, first)
+        self._pass = r.Pass(first, first)
         self.announced = any(each.announced for each in self.readings.values())
         self._move(TransferState.READING)
         check_one_prompt(self.readings)
@@ -255,7 +244,7 @@ class Progress:
         """Rank 0 may read another lease. It may not where this rank's own engine names one by epoch and number, as it
         does on every rank."""
         wanted = self._wanted
-        return wanted.rank > 0 and self._led is None and not (wanted.epoch and wanted.lease)
+        return wanted.rank > 0 and not (isinstance(self._first, tuple) or (wanted.epoch and wanted.lease))
 
     def _ask_first(self) -> Effects:
         return [t.AskFirst()] if self._needs_first else []
@@ -265,9 +254,11 @@ class Progress:
         """All is proven, and rank 0 may read another lease."""
         return self.state is TransferState.VERIFYING and isinstance(self.do, t.Listen)
 
-    def _proven(self) -> Effects:
+    def _proven(self, now: float) -> Effects:
         """Raises KvferryError (`lease_changed`)."""
-        wanted, first = self._wanted, self._led
+        wanted, first = self._wanted, self._first
+        if isinstance(first, KvferryError):
+            return self._finish(first, now)
         if self._needs_first:
             self.do = t.Listen()
             return self._ask_first() if self.announced else []
@@ -288,7 +279,7 @@ class Progress:
         once."""
         announced = any(each.announced for each in self.readings.values())
         if self._opened and announced and not self._retried:
-            self._retried, self.do, self._pass = True, t.Drain(), _Pass(0, 0)
+            self._retried, self.do, self._pass = True, t.Drain(), r.Pass(0, 0)
             if self.state is not TransferState.CONNECTING:
                 self._move(TransferState.CONNECTING)
             return []

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from kvferry.errors import Conflict, KvferryError
+from kvferry.errors import Conflict, Internal, KvferryError
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto
 from kvferryd.aio import Tasks
 from kvferryd.copy import Chunk
+from kvferryd.observe import logs
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.contact import of_peer
+
+log = logs.get(__name__)
 
 
 class ChunkStream:
@@ -121,6 +124,9 @@ class ChunkStream:
             self._queue()
         except KvferryError as why:
             self.fail(why)
+        except Exception as error:
+            log.exception("pairing anew broke", request_id=self._reader.read.request_id)
+            self.fail(Internal("internal", f"the daemon failed: {type(error).__name__}"))
 
     def close(self) -> None:
         """Nobody waits for it any more. What it has still to say is said."""

@@ -175,11 +175,11 @@ def seen_of(update: peer_pb2.LeaseUpdate) -> Seen:
 
 
 def announced(source: PeerRank, request_id: str, lease: int) -> Seen | None:
-    """The lease of this number, 0 for the newest, where the source has told of it unasked."""
+    """The lease of this number, 0 for the newest, where the source has told of all of it unasked."""
     stream = source.stream
     update = None if stream.over else stream.announced(request_id, lease)
     try:
-        return None if update is None else seen_of(update)
+        return None if update is None or update.more else seen_of(update)
     except KvferryError:
         return None  # its own answer says why
 

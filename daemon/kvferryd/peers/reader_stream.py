@@ -157,9 +157,9 @@ class ReaderStream:
             self._outbox.give_up()
             self._writing.cancel()
             self._call.cancel()
-            for listener in self._listeners.values():
+            listeners, self._listeners = list(self._listeners.values()), {}
+            for listener in listeners:  # one that hears of it may close others
                 listener.on_lost(why)
-            self._listeners.clear()
 
 
 def _kept_nbytes(update: peer_pb2.LeaseUpdate) -> int:

@@ -176,7 +176,7 @@ class Transfer:
         """The stream to a source rank is over. Of a host that has vanished NIXL says nothing to a read under way, be it
         of blocks or of the lease's word."""
         reading = any(isinstance(flight, Read) and not flight.quiet.done() for flight in self._flights)
-        if reading or self.state is TransferState.VERIFYING:
+        if reading or isinstance(self._machine.do, t.Prove):
             self.stop(TransferState.FAILED, why)
 
     # ---- how it stands ----
