@@ -150,10 +150,16 @@ class Meeting:
             "peer met", engine_id=peer.engine_id, epoch=peer.epoch, ranks=len(peer.ranks), unmapped=peer.unmapped,
             took_ms=took_ms | {"total": round(1e3 * (time.monotonic() - self._began[number]), 1)},
         )  # fmt: skip
+        loop = asyncio.get_running_loop()
+
+        def gone(_: object) -> None:
+            """gRPC says so at once of a call that is over, in the middle of what is being carried out."""
+            loop.call_soon(self._memory_gone, peer)
+
         for rank in peer.ranks.values():
             rank.channel.contact.met()
             if rank.mapping is not None:
-                rank.mapping.add_done_callback(lambda _: self._memory_gone(peer))
+                rank.mapping.add_done_callback(gone)
 
     def _memory_gone(self, peer: PeerEngine) -> None:
         if not peer.stale and peer.place is not None:
