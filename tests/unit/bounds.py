@@ -146,6 +146,7 @@ UNDER_WAY: dict[str, Row] = {
     "Serving._opened": lambda kept: 2 * kept.config.max_leases * kept.of("Serving"),
     "Serving._announced": lambda kept: serving.ANNOUNCEMENTS * kept.of("Serving"),
     "Packer._chunks": lambda kept: 16 * kept.of("Packing"),
+    "Packer._cutting": lambda kept: kept.of("Packing"),
     "Packer._asked": lambda kept: packing.GATHERS * kept.of("Packing"),
     "Packer._slots": lambda kept: kept.slots,
     "Packer._copies": lambda kept: kept("Packer._slots"),

@@ -18,13 +18,14 @@ from kvferry.manifest import Manifest
 from kvferry.protocol import packing
 from kvferry.protocol.events import Pack
 from kvferry.protocol.packing import UNREAD, Packing
-from kvferry.protocol.packing_events import Copied, Lent, Want, WasCut
+from kvferry.protocol.packing_events import At, Copied, Cut, Forget, Lent, Want, WasCut
 from kvferry.protocol.values import Publication, ReaderId, Reading, Terms, View
 from kvferry.v1 import peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd import aio
 from kvferryd.copy import Chunk
-from kvferryd.leases.gather import Gatherer
+from kvferryd.leases import gather
+from kvferryd.leases.gather import Gatherer, Packer
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
 from kvferryd.plan import PlanRefused
@@ -330,3 +331,27 @@ async def test_a_reader_that_sees_another_cache_than_there_is_is_refused() -> No
         assert caught.value.code == "protocol"
     with pytest.raises(PlanRefused):
         await Pairings().add("", SOURCE, [SOURCE], cache(*attention(layers=[7]), engine="decode"))
+
+
+async def test_a_packing_gets_no_chunks_of_one_that_had_its_numbers_before(
+    arena: Arena, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut on a thread, and ends meanwhile; the reader gives its numbers to the next."""
+    cuts: list[asyncio.Future[list[Chunk]]] = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    waiting, told, pairings = iter(cuts), list[Any](), Pairings()
+    monkeypatch.setattr(gather, "beside", lambda rows, work: next(waiting))
+    await pairings.add("a plan", SOURCE, [SOURCE], READER)
+    opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
+    opening.MergeFrom(peer_pb2.PackOpen(request_id="r", version=1, pairing="a plan", word=7))
+    begin = Cut(At(Reading(1, 1), 1), opening, View(Terms("r", 1, word=7, ttl_s=60, readers=1), WHOLE, 1))
+    packer = Packer(Gatherer(SOURCE, {}, arena, pairings), told.append)
+    packer.do(begin)
+    packer.do(Forget(begin.at))
+    packer.do(begin)
+    cuts[0].set_result(chunks[:1])
+    await asyncio.sleep(0)
+    assert told == []
+    cuts[1].set_result(chunks)
+    await asyncio.sleep(0)
+    assert told == [WasCut(begin.at)]
+    assert packer._chunks[begin.at] == chunks

@@ -91,6 +91,8 @@ class Packer:
     def __init__(self, gatherer: Gatherer, on: Callable[[p.PackingEvent], object]) -> None:
         self._gatherer, self._on = gatherer, on
         self._chunks: dict[p.At, Sequence[Chunk]] = {}
+        self._cutting: dict[p.At, asyncio.Future[list[Chunk]]] = {}
+        """A reader may give the numbers of one that is over to the next."""
         self._asked: dict[tuple[p.At, int], asyncio.Future[Slot]] = {}
         """Until a copy into the slot is wanted."""
         self._slots: dict[p.Slot, Slot] = {}
@@ -119,6 +121,7 @@ class Packer:
                 asyncio.get_running_loop().call_soon(self._on, p.GoOn(at))
             case p.Forget(at):
                 self._chunks.pop(at, None)
+                self._cutting.pop(at, None)
             case _:
                 assert_never(effect)
 
@@ -144,11 +147,13 @@ class Packer:
         except Exception as error:  # noqa: BLE001  of one packing; the stream has others
             self._on(p.WasCut(at, _told(error)))
         else:
+            self._cutting[at] = cut
             when_done(cut, functools.partial(self._was_cut, at))
 
     def _was_cut(self, at: p.At, cut: asyncio.Future[list[Chunk]]) -> None:
-        if cut.cancelled() or at not in self._chunks:
+        if cut.cancelled() or self._cutting.get(at) is not cut:
             return
+        del self._cutting[at]
         if problem := cut.exception():
             self._on(p.WasCut(at, _told(problem)))
         else:
