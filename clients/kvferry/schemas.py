@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
-from kvferry.errors import Malformed, first_breach
+from kvferry.errors import KvferryError, Malformed, first_breach
 from kvferry.protocol.states import LeaseState as LeaseState
 from kvferry.protocol.states import TransferState as TransferState
 
@@ -151,6 +151,12 @@ class ErrorBody(_Answer):
     field: str = ""
     value: str = ""
     remedy: str = ""
+
+    @classmethod
+    def of(cls, error: KvferryError) -> ErrorBody:
+        return cls(
+            code=error.code, message=error.message, field=error.field, value=error.value, remedy=error.remedy
+        )  # fmt: skip
 
 
 class RankTransfer(_Answer):

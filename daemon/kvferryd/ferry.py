@@ -41,7 +41,7 @@ from kvferryd.peers.roster import Roster, Seed
 from kvferryd.process import heap
 from kvferryd.transfers.order import order_of, reservations_of
 from kvferryd.transfers.ranks import naming
-from kvferryd.transfers.record import error_body, json_of, record_of
+from kvferryd.transfers.record import json_of, record_of
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transfers.transfers import Transfers
 
@@ -275,7 +275,7 @@ class Ferry:
         ]  # fmt: skip
         unmet = [
             schemas.UnmetRecord(
-                address=contact.address, failures=contact.failures, last_error=error_body(contact.error),
+                address=contact.address, failures=contact.failures, last_error=schemas.ErrorBody.of(contact.error),
                 last_error_at=contact.failed_at, last_contact_at=contact.answered_at,
             )
             for contact in self._unmet()
@@ -618,7 +618,7 @@ def _contact_fields(contact: Contact, *, connected: bool) -> dict[str, Any]:
     return {
         "state": schemas.PeerState.FAILING if contact.trouble else state,
         "last_contact_at": contact.answered_at,
-        "last_error": error_body(contact.error) if contact.error else None,
+        "last_error": schemas.ErrorBody.of(contact.error) if contact.error else None,
         "last_error_at": contact.failed_at,
         "failures": contact.failures,
     }

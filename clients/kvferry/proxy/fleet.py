@@ -200,9 +200,9 @@ class Fleet:
                     daemon.whole_at = now
         except TimeoutError:
             why = f"the daemon at {row.url} did not answer within {PATIENCE_S:g} s"
-            row.error = _error(Deadline("daemon_timeout", why, field="daemon", value=row.url))
+            row.error = ErrorBody.of(Deadline("daemon_timeout", why, field="daemon", value=row.url))
         except KvferryError as error:
-            row.error = _error(error)
+            row.error = ErrorBody.of(error)
         else:
             row.error = None
         if row.error is not None:  # nothing is told as if it went on
@@ -292,7 +292,3 @@ def _took(record: TransferRecord) -> float:
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
-
-
-def _error(error: KvferryError) -> ErrorBody:
-    return ErrorBody(code=error.code, message=error.message, field=error.field, value=error.value, remedy=error.remedy)

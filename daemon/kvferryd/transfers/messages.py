@@ -9,12 +9,11 @@ from pydantic import BaseModel, ValidationError
 
 from kvferry.errors import Conflict
 from kvferry.protocol.leader_events import End
-from kvferry.schemas import Awaited, RankTransfer, TransferState
+from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import problem_from_proto, tables_to_proto
 from kvferryd.engine import Engine
 from kvferryd.transfers.order import Reservation, attempt_to_proto
-from kvferryd.transfers.record import error_body
 from kvferryd.transfers.transfer import Transfer
 
 B = TypeVar("B", bound=BaseModel)
@@ -81,5 +80,5 @@ def rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> Rank
         phases_ms=phases_ms,
         bytes_per_s=round(1e3 * reply.nbytes / moving_ms) if moving_ms > 0 else 0.0,
         waits_for=Awaited(reply.waits_for) if reply.waits_for in set(Awaited) else None,
-        error=error_body(problem_from_proto(reply.problem)) if reply.HasField("problem") else None,
+        error=ErrorBody.of(problem_from_proto(reply.problem)) if reply.HasField("problem") else None,
     )

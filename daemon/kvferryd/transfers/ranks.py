@@ -12,7 +12,7 @@ from kvferry.errors import CLASSES, Conflict, Deadline, Internal, KvferryError, 
 from kvferry.protocol import leader_events as e
 from kvferry.protocol.attempts import Attempt, ReadingRank
 from kvferry.protocol.leader import AGAIN_S, Leader
-from kvferry.schemas import OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
+from kvferry.schemas import ErrorBody, OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferryd.aio import Tasks, Timer, to_the_end
 from kvferryd.config import Config
@@ -23,7 +23,6 @@ from kvferryd.peers.channels import Channel, Channels
 from kvferryd.peers.contact import LOST
 from kvferryd.transfers.messages import abort_request, order_request, rank_transfer, said
 from kvferryd.transfers.order import attempt_to_proto
-from kvferryd.transfers.record import error_body
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
@@ -97,12 +96,12 @@ class Ranks:
             case e.Close(part, rank, why):
                 aborted = why is None or why.code == "aborted"
                 state = TransferState.ABORTED if aborted else TransferState.FAILED
-                error = None if why is None else error_body(why)
+                error = None if why is None else ErrorBody.of(why)
                 self._led[part].transfer.set_rank(RankTransfer(rank=rank, state=state, error=error))
             case e.Late(part, rank):
                 led = self._led[part]
                 late = _late(led.transfer.ranks[rank], led.engine.members.get(rank, "an unknown address"))
-                led.transfer.set_rank(RankTransfer(rank=rank, state=TransferState.FAILED, error=error_body(late)))
+                led.transfer.set_rank(RankTransfer(rank=rank, state=TransferState.FAILED, error=ErrorBody.of(late)))
             case e.StopOwn(part, rank, code):
                 self._led[part].transfer.stop(*_because_of(rank, code))
             case e.Tell(tell, rank, end, seconds):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvferry.errors import KvferryError
 from kvferry.schemas import ErrorBody, RankTransfer, TransferRecord, TransferState
 from kvferryd.transfers.transfer import Transfer
 
@@ -25,7 +24,7 @@ def share_of(transfer: Transfer) -> RankTransfer:
         bytes_per_s=round(1e3 * transfer.nbytes / moving_ms) if moving_ms else 0.0,
         took_ms=phases.took_ms if transfer.state.ended else None,
         waits_for=transfer.waits_for,
-        error=error_body(transfer.problem) if transfer.problem else None,
+        error=ErrorBody.of(transfer.problem) if transfer.problem else None,
     )
 
 
@@ -63,10 +62,6 @@ def json_of(transfer: Transfer) -> bytes:
     if transfer.encoded[0] != made_of:
         transfer.encoded = made_of, record_of(transfer).model_dump_json().encode()
     return transfer.encoded[1]
-
-
-def error_body(error: KvferryError) -> ErrorBody:
-    return ErrorBody(code=error.code, message=error.message, field=error.field, value=error.value, remedy=error.remedy)
 
 
 def _lead(share: RankTransfer) -> tuple[bool, int, bool, float]:

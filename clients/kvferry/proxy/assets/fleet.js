@@ -1,11 +1,9 @@
 // The fleet page: a row for each pair of engines, what fails, what was slow, and every daemon.
 
-import { NeedsToken, NoAnswer, ask, token } from "./ask.js";
+import { ask } from "./ask.js";
 import { at, chip, entries, keyed, make, say } from "./dom.js";
+import { looking, shown } from "./look.js";
 import { clock, count, plural, size, span } from "./units.js";
-
-const EVERY_MS = 2000;
-let timer = 0, asking = false;
 
 const host = (url) => url.replace(/^https?:\/\//, "");
 const cell = (name, about, ...children) => {
@@ -68,47 +66,13 @@ function draw({ daemons, pairs, failures, slow, asked_at }) {
   list("failures", failures, (each) => each.url + each.transfer_id, drawFailure);
   list("slow", slow, (each) => each.url + each.transfer_id, drawSlow);
   list("daemons", [...daemons].sort((a, b) => (tone(b) === "bad") - (tone(a) === "bad")), (daemon) => `${daemon.role} ${daemon.url}`, drawDaemon);
-  at("content").hidden = false;
-  at("login").hidden = true;
-  document.body.classList.remove("stale");
+  shown();
 }
 
-function askForToken() {
-  say("refused", token.get() ? "that token was not taken" : "");
-  token.forget();
-  at("login").hidden = false;
-  at("content").hidden = true;
-  at("token").focus();
+function lost(error) {
+  say("state", "no answer");
+  at("state").className = "chip bad";
+  at("said").replaceChildren(make("li", {}, `The proxy does not answer (${error.message}). What is below is old.`));
 }
 
-async function look() {
-  clearTimeout(timer);
-  if (asking || document.hidden) return;
-  asking = true;
-  let next = EVERY_MS;
-  try {
-    draw(await ask("../v1/fleet"));
-  } catch (error) {
-    if (error instanceof NeedsToken) {
-      askForToken();
-      next = 0;
-    } else {
-      say("state", "no answer");
-      at("state").className = "chip bad";
-      at("said").replaceChildren(make("li", {}, `The proxy does not answer (${error.message}). What is below is old.`));
-      document.body.classList.add("stale");
-      if (!(error instanceof NoAnswer)) console.error(error);
-    }
-  }
-  asking = false;
-  if (next) timer = setTimeout(look, next);
-}
-
-at("login").addEventListener("submit", (event) => {
-  event.preventDefault();
-  token.set(at("token").value.trim());
-  at("token").value = "";
-  look();
-});
-document.addEventListener("visibilitychange", look);
-look();
+looking(async () => draw(await ask("../v1/fleet")), lost)();

@@ -1,10 +1,11 @@
 // The status page: asks the daemon for what is new, and hands it to the parts that draw.
 
-import { NeedsToken, NoAnswer, ask, now, token } from "./ask.js";
+import { ask, now } from "./ask.js";
 import { setDetail, tickDetail } from "./detail.js";
 import { at, entries, make, say } from "./dom.js";
 import { setEngines } from "./engines.js";
 import { setLeases, tickLeases } from "./leases.js";
+import { looking, shown } from "./look.js";
 import { drawThroughput, drawTotals, sample } from "./overview.js";
 import { setPeers, tickPeers } from "./peers.js";
 import { setPlan } from "./plan.js";
@@ -12,10 +13,10 @@ import { over } from "./record.js";
 import { beginTransfers, setTransfers, tickTransfers } from "./transfers.js";
 import { span } from "./units.js";
 
-const EVERY_MS = 2000, TICK_MS = 500, SLOW_MS = 30000, FIRST = 300, MOST = 1000, KEPT = 3000;
+const TICK_MS = 500, SLOW_MS = 30000, FIRST = 300, MOST = 1000, KEPT = 3000;
 const records = new Map();
 const inView = new Set();
-let ownRanks = new Map(), cursor = "", heldEngines = "", infoAt = -Infinity, timer = 0, asking = false;
+let ownRanks = new Map(), cursor = "", heldEngines = "", infoAt = -Infinity;
 
 function ready({ ready, reasons, warnings }) {
   const chip = at("ready");
@@ -91,53 +92,18 @@ async function lookAtAll() {
   sample(totals, all, ownRanks, now());
   drawThroughput(now());
   drawTotals(totals, all);
-  at("content").hidden = false;
-  at("login").hidden = true;
-  document.body.classList.remove("stale");
+  shown();
   route();
   await Promise.all([...inView].map((id) => SECTIONS[id]()));
 }
 
-function askForToken() {
-  say("refused", token.get() ? "that token was not taken" : "");
-  token.forget();
-  at("login").hidden = false;
-  at("content").hidden = true;
-  at("token").focus();
-}
+const look = looking(lookAtAll, (error) =>
+  ready({ ready: false, reasons: [`The daemon does not answer (${error.message}). What is below is old.`] }));
 
-async function look() {
-  clearTimeout(timer);
-  if (asking || document.hidden) return;
-  asking = true;
-  let next = EVERY_MS;
-  try {
-    await lookAtAll();
-  } catch (error) {
-    if (error instanceof NeedsToken) {
-      askForToken();
-      next = 0;
-    } else {
-      ready({ ready: false, reasons: [`The daemon does not answer (${error.message}). What is below is old.`] });
-      document.body.classList.add("stale");
-      if (!(error instanceof NoAnswer)) console.error(error);
-    }
-  }
-  asking = false;
-  if (next) timer = setTimeout(look, next);
-}
-
-at("login").addEventListener("submit", (event) => {
-  event.preventDefault();
-  token.set(at("token").value.trim());
-  at("token").value = "";
-  look();
-});
 addEventListener("hashchange", route);
 addEventListener("keydown", (event) => {
   if (event.key === "Escape" && location.hash) location.hash = "";
 });
-document.addEventListener("visibilitychange", look);
 setInterval(() => {
   if (document.hidden) return;
   tickTransfers();
