@@ -551,3 +551,12 @@ def test_ranks_come_to_rest_whatever_happens_and_call_none_done_that_is_not(
         for request in (*ranks.asked, *ranks.stopping):
             assert request.exception() is None or isinstance(request.exception(), KvferryError)
         assert not ranks.world.loop.problems
+
+
+def test_a_deadline_says_that_rank_0_has_not_said_which_lease_it_reads(ranks: Ranks) -> None:
+    ranks.publish(0)
+    ranks.world.run(500)
+    transfer = ranks.own(1)
+    ranks.world.run(5000)
+    assert transfer.state is TransferState.VERIFYING
+    assert "while waiting for rank 0 of the same engine to say which lease it reads" in transfer._late().message

@@ -412,3 +412,13 @@ def test_a_read_that_has_begun_is_known_of_where_the_next_one_cannot_begin(
     assert not transfer.quiet.is_set() and len(world.flights()) == 1
     world.run()
     assert transfer.quiet.is_set() and begun[0].quiet.done()
+
+
+def test_a_deadline_says_at_which_sources_the_proof_is_awaited(two: Two) -> None:
+    transfer = two.receive("r", range(1), "direct")
+    for source in two.sources:
+        source.publish("r", range(1))
+    two.step_all(two.world.pending, lambda: transfer.state is TransferState.VERIFYING)
+    two.world.loop.pass_time(61)
+    assert transfer.problem is not None and transfer.problem.code == "deadline"
+    assert f"while reading at {', '.join(SOURCES)} whether the lease held" in transfer.problem.message

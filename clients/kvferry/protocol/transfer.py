@@ -77,7 +77,7 @@ class Progress:
                     return effects + (self._look(now) if self.readings and listens else [])
                 case t.Led(first):
                     self._first = first
-                    return self._proven(now) if self._awaits_first else []
+                    return self._proven(now) if self.awaits_first else []
                 case t.NotLed(why) if self._needs_first:
                     self._first = why
                     return self._finish(why, now) if isinstance(self.do, t.Listen) else []
@@ -250,7 +250,7 @@ class Progress:
         return [t.AskFirst()] if self._needs_first else []
 
     @property
-    def _awaits_first(self) -> bool:
+    def awaits_first(self) -> bool:
         """All is proven, and rank 0 may read another lease."""
         return self.state is TransferState.VERIFYING and isinstance(self.do, t.Listen)
 
@@ -318,7 +318,7 @@ class Progress:
         if isinstance(self.do, t.Move | t.Prove | t.Compare):
             assert self.lease is not None and {each.seen.lease for each in self.readings.values()} == {self.lease[1]}
         if isinstance(self.do, t.Listen) and self.wanted is not None:
-            assert self._awaited or self._awaits_first, "it waits for nothing"
+            assert self._awaited or self.awaits_first, "it waits for nothing"
 
     def sizes(self) -> Sizes:
         return {"readings": len(self.readings), "awaited": len(self._awaited), "whole": len(self._whole)}

@@ -37,6 +37,7 @@ from kvferryd.transfers.phases import Phases
 from kvferryd.transport.read import Read
 
 log = logs.get(__name__)
+UNREADABLE = "raise deadline_ms, or see GET /v1/peers for what this way is worth"
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,9 +337,14 @@ class Transfer:
                 so_far = f"{published} tokens came, and none in the last {silent_s:.1f} s" if published else "none came"
                 why = f"while waiting for the publish of engine {source}: {so_far}"
                 remedy = "see whether its prefill goes on; raise deadline_ms if it only takes long"
+            case None if isinstance(self._machine.do, t.Prove):
+                sources = ", ".join(reader.source.address for reader in self._readers.values())
+                why, remedy = f"while reading at {sources} whether the lease held", UNREADABLE
+            case None if self._machine.awaits_first:
+                why = "while waiting for rank 0 of the same engine to say which lease it reads"
+                remedy = "see that rank's record of the transfer, and whether its daemon stands still"
             case None:
-                why = f"while {self.state.value}"
-                remedy = "raise deadline_ms, or see GET /v1/peers for what this way is worth"
+                why, remedy = f"while {self.state.value}", UNREADABLE
         why = f"the deadline passed {why}"
         return Deadline("deadline", why, field="deadline_ms", value=round(self.ordered_s * 1e3), remedy=remedy)
 
