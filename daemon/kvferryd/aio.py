@@ -240,6 +240,11 @@ class Timer:
         if at is not None:
             self._handle = asyncio.get_running_loop().call_at(at, self._rings)
 
+    def ring_by(self, at: float | None) -> None:
+        """Set it, unless it rings earlier already: it may ring too early, and is not set anew each time."""
+        if self._handle is None or at is None or at < self._handle.when():
+            self.set(at)
+
     def _rings(self) -> None:
         self._handle = None
         self._ring()

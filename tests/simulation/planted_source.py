@@ -66,24 +66,26 @@ def as_if_last(packing: Packing, said: Any, init: Any = Packing.__init__) -> Non
     init(packing, replace(said, last=True))
 
 
-def without_copies(effects: list[Any], *_: Any) -> list[Any]:
-    return [each for each in effects if not isinstance(each, p.GiveBack) or each.kept]
+def and_given_back(effects: list[Any], packing: Packing, chunk: int, *_: Any) -> list[Any]:
+    return [*effects, p.GiveBack(packing.at, chunk)]
 
 
-def not_kept(effects: list[Any], *_: Any) -> list[Any]:
-    return [replace(each, kept=False) if isinstance(each, p.GiveBack) else each for each in effects]
+def told_already(effects: list[Any], packing: Packing, *_: Any, **__: Any) -> list[Any]:
+    packing._untold += [each.chunk for each in effects if isinstance(each, p.Gather)]
+    return effects
 
 
-def and_given_back(effects: list[Any], packing: Packing, *_: Any) -> list[Any]:
-    return [*effects, *(p.GiveBack(packing.at, each.slot) for each in effects if isinstance(each, p.Keep))]
+def cut_anew(packing: Packing, view: Any, begin: Any = Packing.begin) -> Any:
+    packing._stage = "opened" if packing._stage == "cut" else packing._stage
+    return begin(packing, view)
 
 
 def as_if_whole(packing: Packing, event: Any, now: float, on: Any = Packing.on) -> Any:
-    return on(packing, replace(event, problem=None) if isinstance(event, p.Copied) else event, now)
+    return on(packing, event._replace(problem=None) if isinstance(event, p.Gathered) else event, now)
 
 
 def without_vouching(packing: Packing, event: Any, now: float, on: Any = Packing.on) -> Any:
-    return on(packing, replace(event, vouch=False) if isinstance(event, p.Want) else event, now)
+    return on(packing, event._replace(vouch=False) if isinstance(event, p.Want) else event, now)
 
 
 def no_tombstone(held: Any, leases: Leases, name: str, number: int) -> Any:
@@ -110,17 +112,16 @@ PLANTED: dict[str, Planted] = {
     "a publish drops what ranks have closed of later leases": (Leases, "_publish", forgotten_with_the_lease),
     "a reader that wants more is not told of an end": (Packing, "__init__", as_if_last),
     "packing goes on when the lease has ended": (Packing, "whole", property(lambda _: True)),  # type: ignore[dict-item]
-    "a packing that is over keeps its slots": changed(Packing, "end", without(p.GiveBack)),
-    "a packing that is over loses the slot of its copy": changed(Packing, "end", without_copies),
-    "a packing that is over waits for slots": changed(Packing, "end", without(p.ForgoSlot)),
-    "slots lose their bytes with their packing": changed(Packing, "end", not_kept),
+    "a packing that is over keeps its slots": changed(Packing, "end", without(p.Forget)),
+    "a chunk is told before it is packed": changed(Packing, "_go_on", told_already),
+    "a packing is cut anew by a later publish": (Packing, "begin", cut_anew),
     "slots that were read stay": changed(Packing, "_want", without(p.GiveBack)),
-    "a slot is given back when its chunk is packed": changed(Packing, "_copied", and_given_back),
-    "a reader is not told what is packed": changed(Packing, "_copied", without(e.Speak)),
+    "a slot is given back when its chunk is packed": changed(Packing, "_gathered", and_given_back),
+    "a reader is not told what is packed": changed(Packing, "_gathered", without(e.Speak)),
     "a reader is not told why nothing is packed": changed(Packing, "end", without(e.Speak)),
     "a copy that failed counts": (Packing, "on", as_if_whole),
-    "nobody watches a reader that holds slots": changed(Packing, "_wait_until", without(p.SetIdle)),
+    "nobody watches a reader that holds slots": (Packing, "_wait_until", nothing),
     "a reader that was late is not answered": (Packing, "on", without_vouching),
-    "a packing goes on beside the one that follows it": changed(Serving, "_pack", without(p.ForgoSlot, p.GiveBack)),
+    "a packing goes on beside the one that follows it": changed(Serving, "_pack", without(p.Forget)),
     "a stream that ends leaves its readings open": changed(Serving, "_leave", without(e.Close)),
 }

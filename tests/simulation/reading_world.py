@@ -12,7 +12,7 @@ from typing import Any
 
 import source_world
 from source_world import DEADLINE_S, NAMES, Link, ReaderRank, Receive, SourceRank
-from staged_world import Staging
+from staged_world import Sent, Staging
 from violation import Violation
 
 from kvferry.errors import Conflict, KvferryError, PeerFailed
@@ -332,13 +332,13 @@ class World(source_world.World):
             part.staging[rank] = Staging(p.At(number, part.packings), chunks, do.states)
             link.up.append(e.Pack(number, part.packings, len(chunks), do.states, (reading.seen.word, chunks)))
 
-    def _packed(self, part: RankPart, rank: int, told: p.Packed) -> None:
-        staging = part.staging.get(rank)
+    def _packed(self, part: RankPart, rank: int, sent: Sent) -> None:
+        staging, told = part.staging.get(rank), sent.told
         if staging is None or staging.at != told.at:
             return  # of one that was given up
         if told.problem is None:
             self.told(part, t.Told(rank, r.Gathered()))
-        staging.hear(told)
+        staging.hear(sent)
         if told.problem is not None and (staging.asks or not staging.all_packed):
             part.failed[rank] = told.problem
 
@@ -385,7 +385,7 @@ class World(source_world.World):
                 self.told(part, t.Told(rank, r.Update(opening, seen_of(view))))
             case e.Unpublished():
                 self.told(part, t.Told(rank, r.Unpublished(opening)))
-            case p.Packed():
+            case Sent():
                 self._packed(part, rank, told)
 
     def _break(self, link: Link) -> None:

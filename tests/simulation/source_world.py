@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from staged_world import SLOTS, Arena, Staging
+from staged_world import SLOTS, Arena, Event, Sent, Staging, fed
 from violation import Violation
 
 from kvferry.errors import Conflict, KvferryError
@@ -66,7 +66,7 @@ class Link:
     reader: ReaderRank
     source: SourceRank
     life: int
-    up: deque[e.SourceEvent] = field(default_factory=deque)
+    up: deque[Event] = field(default_factory=deque)
     down: deque[tuple[int, object]] = field(default_factory=deque)
     turns: dict[int, None] = field(default_factory=dict)
     """Readings that have something to tell, in order."""
@@ -196,10 +196,10 @@ class World:
 
     # ---- the machines of a source rank ----
 
-    def feed(self, at: SourceRank, event: e.SourceEvent) -> list[e.SourceEffect]:
+    def feed(self, at: SourceRank, event: Event) -> list[e.SourceEffect]:
         """Raises KvferryError for a publish that is refused."""
         self._count(at, event)
-        effects = at.source.on(event, self.now)
+        effects = fed(at.source, event, self.now)
         for each, (lease, who) in at.source.leases._opened.items():
             newest = at.newest[lease.request_id, lease.number]
             newest[who.engine] = max(
@@ -213,7 +213,7 @@ class World:
         self._check_sizes(at)
         return effects
 
-    def _count(self, at: SourceRank, event: e.SourceEvent) -> None:
+    def _count(self, at: SourceRank, event: Event) -> None:
         name = getattr(event, "request_id", "") or (event.terms.request_id if isinstance(event, e.Publish) else "")
         state = at.source.leases.state_of(name) if name else None
         self.pairs[state.value if state else "none", type(event).__name__] += 1
@@ -257,8 +257,8 @@ class World:
         readers = sum(len(ranks) for ranks in self.engines.values()) + 4 * len(at.links)
         most = {
             "live": LIMIT, "awaited": LIMIT, "ended": leases.TOMBSTONES, "opened": 64 * readers, "alarms": LIMIT,
-            "heap": 2 * LIMIT + 64, "readers": MAX_READERS, "queued": 16 * LIMIT, "held": SLOTS, "copying": SLOTS,
-            "begun": BLOCKS * readers, "idle": BLOCKS * readers,
+            "heap": 2 * LIMIT + 64, "readers": MAX_READERS, "queued": 16 * LIMIT, "held": SLOTS, "untold": SLOTS,
+            "begun": BLOCKS * readers, "gathering": BLOCKS * readers,
         }  # fmt: skip
         for name, bound in most.items():
             if sizes.get(name, 0) > bound:
@@ -514,7 +514,7 @@ class World:
                 del at.links[link.number]
         return True
 
-    def _hear(self, at: SourceRank, link: Link, event: e.SourceEvent) -> None:
+    def _hear(self, at: SourceRank, link: Link, event: Event) -> None:
         if isinstance(event, e.Connect):
             link.connected = True
         if isinstance(event, e.Leave) and event.complete:
@@ -535,7 +535,7 @@ class World:
         told = at.source.take(Reading(link.number, number))
         if told is not None:
             link.turns[number] = None
-            link.down.append((number, told))
+            link.down.append((number, at.arena.sent(told) if isinstance(told, p.Packed) else told))
 
     def _deliver(self, link: Link, number: int, told: object) -> None:
         if number in link.ended:
@@ -555,7 +555,7 @@ class World:
                 elif part.view is not None and view.version <= part.view.version:
                     raise Violation("told what it knows", f"{view.version} after {part.view.version}")
                 part.view, part.life = view, link.life
-            case p.Packed(at, problem=problem) if part is not None and part.staging is not None:
+            case Sent(p.Packed(at, problem=problem)) if part is not None and part.staging is not None:
                 if at != part.staging.at:
                     return  # of one that was given up
                 part.staging.hear(told)
@@ -648,7 +648,10 @@ class World:
         until = self.now + seconds
         while True:
             timers = [(at.source.next_timer(), at) for at in self.sources]
-            due = min((timer for timer, _ in timers if timer is not None), default=until + 1)
+            idle = [at.arena.next_timer() for at in self.sources]
+            due = min(
+                (timer for timer in (*(timer for timer, _ in timers), *idle) if timer is not None), default=until + 1
+            )
             if due > until:
                 break
             self.now = max(self.now, due)
@@ -657,15 +660,22 @@ class World:
                     self.feed(at, e.Tick())
                     if (again := at.source.next_timer()) is not None and again <= self.now:
                         raise Violation("a timer rings and rings")
-            for at in self.sources:
-                at.arena.pass_time(self.now)
+            self._pass_in_arenas()
         self.now = until
-        for at in self.sources:
-            at.arena.pass_time(self.now)
+        self._pass_in_arenas()
         for _, receive in self.receives:
             for part in receive.parts:
                 if not part.over and receive.deadline <= self.now:
                     self.fail(part, "deadline")
+
+    def _pass_in_arenas(self) -> None:
+        for at in self.sources:
+            at.arena.pass_time(self.now)
+            self._tell_at_once(at)
+
+    def _tell_at_once(self, at: SourceRank) -> None:
+        while at.arena.at_once:
+            self.feed(at, at.arena.at_once.pop())
 
     # ---- a run ----
 
@@ -699,7 +709,8 @@ class World:
         if at.arena.arisen and self.rng.random() < 0.6:
             self.feed(at, at.arena.arisen.pop(0))
             return True
-        if self.rng.random() < 0.6 and at.arena.copy(at.memory):
+        if self.rng.random() < 0.6 and at.arena.copy(at.memory, self.now):
+            self._tell_at_once(at)
             return True
         if at.slow and self.rng.random() < 0.9:
             return False
@@ -763,7 +774,7 @@ class World:
             sizes = at.source.sizes()
             if sizes["live"] or at.words or any(at.index in each.ranks for each in self.prefills):
                 raise Violation("a lease does not end", f"{sizes}")
-            for name in ("opened", "waiting", "awaited", "alarms", "heap", "queued", "idle"):
+            for name in ("opened", "waiting", "awaited", "alarms", "heap", "queued"):
                 if sizes.get(name, 0):
                     raise Violation(f"something is left: {name}", f"{sizes}")
             if at.fences:

@@ -6,18 +6,22 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from violation import Violation
 
 from kvferry.errors import Conflict
+from kvferry.protocol import events as e
 from kvferry.protocol import packing_events as p
 from kvferry.protocol.packing import IDLE_S, KEPT_S
+from kvferry.protocol.source import Source
 
 SLOTS, JUNK, TOGETHER = 3, -1, 2
 Wanted = tuple[int, tuple[tuple[int, ...], ...]]
 """The word of the lease that the reader means, and the blocks of each chunk, by their places in it."""
 Key = tuple[p.At, int]
 """One chunk of a packing."""
+Event: TypeAlias = e.SourceEvent | p.PackingEvent
 
 
 @dataclass
@@ -32,17 +36,33 @@ class Copying:
 
 
 @dataclass
+class Sent:
+    """A reader's message, with the slots of its chunks."""
+
+    told: p.Packed
+    slots: dict[int, int]
+
+
+def fed(source: Source, event: Event, now: float) -> list[e.SourceEffect]:
+    """The effects of an event, by the machine that takes it."""
+    if isinstance(event, p.PackingEvent):
+        packing = source.packing(event.at)
+        return [] if packing is None else [*packing.on(event, now)]
+    return [*source.on(event, now)]
+
+
+@dataclass
 class Arena:
     """It does what packings say, each piece when the seed says so; and knows whose each slot is."""
 
     rng: random.Random
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
     asked: deque[Key] = field(default_factory=deque)
-    lent: dict[Key, int] = field(default_factory=dict)
-    """Slots that packings have not answered with a copy."""
-    owners: dict[int, p.At] = field(default_factory=dict)
+    slots: dict[Key, int] = field(default_factory=dict)
+    """The slots of chunks that are copied, or have been."""
     copies: dict[int, Copying] = field(default_factory=dict)
     kept: dict[int, float] = field(default_factory=dict)
+    """Until when each slot keeps its bytes."""
     keeping: set[int] = field(default_factory=set)
     """Slots that were given back, but for their bytes."""
     taken: list[int] = field(default_factory=list)
@@ -51,12 +71,16 @@ class Arena:
     cuts: dict[p.At, list[list[tuple[int, int]]]] = field(default_factory=dict)
     """The chunks of each packing: (place, block)."""
     heard: dict[p.At, float] = field(default_factory=dict)
-    """When its reader has said something, or was told of a chunk."""
+    """When its reader has said something, or one of its chunks was packed."""
+    idle: dict[p.At, float] = field(default_factory=dict)
+    """When a packing is to be told Idle."""
     arisen: list[p.PackingEvent] = field(default_factory=list)
+    at_once: list[p.PackingEvent] = field(default_factory=list)
+    """Told before anything else happens."""
     failing: float = 0.02
     """Of the copies."""
 
-    def do(self, effect: p.ArenaEffect, now: float) -> None:
+    def do(self, effect: p.PackingEffect, now: float) -> None:
         match effect:
             case p.Cut(at, wanted, view):
                 assert isinstance(wanted, tuple)
@@ -66,46 +90,36 @@ class Arena:
                 ids = view.said.tables["full"].block_ids
                 self.cuts[at] = [[(place, int(ids[place])) for place in chunk] for chunk in wanted[1]]
                 self.arisen.append(p.WasCut(at))
-            case p.AskSlot(at, chunk):
+            case p.Gather(at, chunk):
                 self.asked.append((at, chunk))
                 self.lend()
-            case p.ForgoSlot(at, chunk):
-                if (at, chunk) in self.lent:
-                    self.free.append(self.lent.pop((at, chunk)))
-                else:
-                    self.asked.remove((at, chunk))
-                self.lend()
-            case p.Copy(at, chunk, slot):
-                if self.lent.pop((at, chunk), None) != slot:
-                    raise Violation("a slot is written by another", f"{effect}")
-                self.owners[slot], self.bytes[slot] = at, {}
-                self.copies[slot] = Copying(
-                    at, chunk, list(self.cuts[at][chunk]), fails=self.rng.random() < self.failing
-                )
-            case p.Keep(at, slot, until):
-                self.kept[slot], self.heard[at] = until, now
-            case p.GiveBack(at, slot, kept):
-                if self.owners.pop(slot, None) != at:
-                    raise Violation("a slot is given back by another", f"{effect}")
-                if slot in self.copies:
-                    self.copies[slot].abandoned = True
-                elif kept and now < self.kept[slot]:
-                    self.keeping.add(slot)
-                else:
-                    self._freed(slot)
-            case p.GoOnLater(at):
-                self.arisen.append(p.GoOn(at))
+            case p.GiveBack(at, chunk):
+                slot = self.slots.pop((at, chunk), None)
+                if slot not in self.kept:
+                    raise Violation("a slot is given back that holds nothing", f"{effect}")
+                self._freed(slot)
+            case p.SetIdle(at, when):
+                self.idle[at] = when
             case p.Forget(at):
-                self.cuts.pop(at, None)
-                self.heard.pop(at, None)
+                for kept in (self.cuts, self.heard, self.idle):
+                    kept.pop(at, None)
+                self.asked = deque(key for key in self.asked if key[0] != at)
+                for slot in [self.slots.pop(key) for key in list(self.slots) if key[0] == at]:
+                    if slot in self.copies:
+                        self.copies[slot].abandoned = True
+                    elif now < self.kept.get(slot, now):
+                        self.keeping.add(slot)
+                    else:
+                        self._freed(slot)
 
     def lend(self) -> None:
         while self.free and self.asked:
             key, slot = self.asked.popleft(), self.free.pop(self.rng.randrange(len(self.free)))
-            self.lent[key] = slot
-            self.arisen.append(p.Lent(*key, slot))
+            self.slots[key], self.bytes[slot] = slot, {}
+            at, chunk = key
+            self.copies[slot] = Copying(at, chunk, list(self.cuts[at][chunk]), fails=self.rng.random() < self.failing)
 
-    def copy(self, memory: list[int]) -> bool:
+    def copy(self, memory: list[int], now: float) -> bool:
         """One more block, or the end of a copy."""
         going = [slot for slot, copying in self.copies.items() if not copying.hangs]
         if not going:
@@ -119,10 +133,17 @@ class Arena:
         del self.copies[slot]
         if copying.abandoned:
             self._freed(slot)
-        else:
-            problem = Conflict("copy_failed", "the GPU is broken") if copying.fails else None
-            self.arisen.append(p.Copied(copying.at, copying.chunk, problem))
+            return True
+        self.kept[slot], self.heard[copying.at] = now + KEPT_S, now
+        problem = Conflict("copy_failed", "the GPU is broken") if copying.fails else None
+        self.at_once.append(p.Gathered(copying.at, copying.chunk, problem))
         return True
+
+    def sent(self, told: p.Packed) -> Sent:
+        slots = {chunk: self.slots.get((told.at, chunk), -1) for chunk in told.chunks}
+        if not self.kept.keys() >= set(slots.values()):
+            raise Violation("told of what is not packed", f"{told}")
+        return Sent(told, slots)
 
     def take(self) -> None:
         """For what the daemon reads itself; or give those back."""
@@ -133,11 +154,17 @@ class Arena:
             self.taken, self.free = self.free[1:], self.free[:1]
         self.lend()
 
+    def next_timer(self) -> float | None:
+        return min(self.idle.values(), default=None)
+
     def pass_time(self, now: float) -> None:
+        for at in [at for at, when in self.idle.items() if when <= now]:
+            del self.idle[at]
+            self.at_once.append(p.Idle(at))
         for slot in [slot for slot in self.keeping if self.kept[slot] <= now]:
             self.keeping.remove(slot)
             self._freed(slot)
-        for slot, at in self.owners.items():
+        for (at, _), slot in self.slots.items():
             if slot in self.kept and now > self.heard[at] + IDLE_S:
                 raise Violation("slots are held for a reader that says nothing", f"{at}")
 
@@ -150,7 +177,7 @@ class Arena:
             self.take()
 
     def check_empty(self) -> None:
-        left = self.asked, self.lent, self.owners, self.copies, self.keeping, self.cuts, self.arisen
+        left = self.asked, self.slots, self.copies, self.keeping, self.cuts, self.idle, self.arisen
         if any(left) or len(self.free) != SLOTS:
             raise Violation("slots are left", f"{left}")
 
@@ -188,12 +215,12 @@ class Staging:
     def proven(self) -> bool:
         return len(self.read) == len(self.chunks) and (self.in_time or self.vouched)
 
-    def hear(self, told: p.Packed) -> None:
-        for chunk, slot in told.chunks:
+    def hear(self, sent: Sent) -> None:
+        for chunk, slot in sent.slots.items():
             if chunk not in self.since or chunk in self.packed:
-                raise Violation("packed what was not wanted", f"{told}")
+                raise Violation("packed what was not wanted", f"{sent}")
             self.packed[chunk] = slot
-        self.vouched = self.vouched or told.vouched
+        self.vouched = self.vouched or sent.told.vouched
 
     def step(self, arena: Arena, rng: random.Random, now: float) -> p.Want | None:
         """What it does next, if it can do anything; and says by that."""

@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 
 import numpy as np
 import pytest
+from staged_world import Event, fed
 from transcript import TRANSCRIPTS, play, update
 
 from kvferry.protocol import events as e
@@ -27,24 +28,19 @@ class Machines:
         self._told: defaultdict[tuple[str, int], deque[e.Told]] = defaultdict(deque)
         self._ended: dict[tuple[str, int], str] = {}
         self._packing: dict[tuple[str, int], p.At] = {}
-        self._slots = itertools.count(1)
 
-    def on(self, event: e.SourceEvent) -> None:
+    def on(self, event: Event) -> None:
         """The arena has slots for all, and copies at once."""
-        arisen = deque([event])
+        arisen: deque[Event] = deque([event])
         while arisen:
-            for effect in self.source.on(arisen.popleft(), self.now):
+            for effect in fed(self.source, arisen.popleft(), self.now):
                 match effect:
                     case e.LeaseEnded(account):
                         self._ended[account.request_id, account.number] = account.state.value
                     case p.Cut(at):
                         arisen.append(p.WasCut(at))
-                    case p.AskSlot(at, chunk):
-                        arisen.append(p.Lent(at, chunk, next(self._slots)))
-                    case p.Copy(at, chunk):
-                        arisen.append(p.Copied(at, chunk))
-                    case p.GoOnLater(at):
-                        arisen.append(p.GoOn(at))
+                    case p.Gather(at, chunk):
+                        arisen.append(p.Gathered(at, chunk))
                     case _:
                         pass
         self.source.check()

@@ -136,7 +136,7 @@ UNDER_WAY: dict[str, Row] = {
     "Waits._request_of": lambda kept: 2 * kept.others * kept("Waits._requests"),
     "Waits._at": lambda kept: kept("Waits._request_of"),
     "Alarms._at": lambda kept: (
-        kept("Leases._live") + kept.of("Packing") + kept("Askings._at") + kept("Leader._led")
+        kept("Leases._live") + kept("Askings._at") + kept("Leader._led")
     ),
     "Alarms._heap": lambda kept: 2 * kept("Alarms._at") + 64 * kept.of("Alarms"),
     "Lease.queued": lambda kept: lease.MAX_FENCED * kept("Leases._live"),
@@ -145,16 +145,16 @@ UNDER_WAY: dict[str, Row] = {
     "Readers._read": lambda kept: kept("Readers._places"),
     "Serving._opened": lambda kept: 2 * kept.config.max_leases * kept.of("Serving"),
     "Serving._announced": lambda kept: serving.ANNOUNCEMENTS * kept.of("Serving"),
+    "ServedStream._packers": lambda kept: kept.of("Packing"),
     "Packer._chunks": lambda kept: 16 * kept.of("Packing"),
-    "Packer._cutting": lambda kept: kept.of("Packing"),
     "Packer._asked": lambda kept: packing.GATHERS * kept.of("Packing"),
-    "Packer._slots": lambda kept: kept.slots,
-    "Packer._copies": lambda kept: kept("Packer._slots"),
+    "Packer._copies": lambda kept: packing.GATHERS * kept.of("Packing"),
+    "Packer._held": lambda kept: kept.slots,
     "Packing._begun": lambda kept: 16 * kept.of("Packing"),
     "Packing._wanted": lambda kept: packing.UNREAD * kept.of("Packing"),
-    "Packing._asked": lambda kept: kept("Packer._asked"),
-    "Packing._copying": lambda kept: kept("Packer._copies"),
-    "Packing._held": lambda kept: kept.slots,
+    "Packing._gathering": lambda kept: packing.GATHERS * kept.of("Packing"),
+    "Packing._untold": lambda kept: kept("Packer._held"),
+    "Packing._held": lambda kept: kept("Packer._held"),
     "Arena._kept": lambda kept: kept.slots,
     "Arena._waiting": lambda kept: kept("Packer._asked") + kept.slots * kept.going_on,
     # peers, calls, sessions

@@ -18,14 +18,14 @@ from kvferry.manifest import Manifest
 from kvferry.protocol import packing
 from kvferry.protocol.events import Pack
 from kvferry.protocol.packing import UNREAD, Packing
-from kvferry.protocol.packing_events import At, Copied, Cut, Forget, Lent, Want, WasCut
+from kvferry.protocol.packing_events import At, Cut, Forget, Gathered, Want, WasCut
 from kvferry.protocol.values import Publication, ReaderId, Reading, Terms, View
 from kvferry.v1 import peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd import aio
 from kvferryd.copy import Chunk
 from kvferryd.leases import gather
-from kvferryd.leases.gather import Gatherer, Packer
+from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
 from kvferryd.plan import PlanRefused
@@ -177,11 +177,19 @@ def test_chunks_that_were_read_do_not_count_as_wanted() -> None:
     cut(pack)
     for chunk in range(2 * UNREAD):
         pack.on(Want(pack.at, want=(chunk,)), 0.0)
-        pack.on(Lent(pack.at, chunk, slot=1), 0.0)
-        pack.on(Copied(pack.at, chunk), 0.0)
-        pack.on(Want(pack.at, read=(chunk,)), 0.0)
+        pack.on(Gathered(pack.at, chunk), 0.0)
         told = pack.take()
-        assert told is not None and told.chunks == ((chunk, 1),)
+        assert told is not None and told.chunks == (chunk,)
+        pack.on(Want(pack.at, read=(chunk,)), 0.0)
+
+
+def test_a_chunk_of_which_the_reader_was_not_told_cannot_be_read() -> None:
+    pack = opened(1)
+    cut(pack)
+    pack.on(Want(pack.at, want=(0,)), 0.0)
+    pack.on(Gathered(pack.at, 0), 0.0)
+    pack.on(Want(pack.at, read=(0,)), 0.0)
+    assert refused(pack) == "malformed_pack"
 
 
 @pytest.mark.parametrize(
@@ -344,14 +352,17 @@ async def test_a_packing_gets_no_chunks_of_one_that_had_its_numbers_before(
     opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
     opening.MergeFrom(peer_pb2.PackOpen(request_id="r", version=1, pairing="a plan", word=7))
     begin = Cut(At(Reading(1, 1), 1), opening, View(Terms("r", 1, word=7, ttl_s=60, readers=1), WHOLE, 1))
-    packer = Packer(Gatherer(SOURCE, {}, arena, pairings), told.append)
-    packer.do(begin)
-    packer.do(Forget(begin.at))
-    packer.do(begin)
+    leases = Leases("prefill", "1", lambda lease: None, 4)
+    monkeypatch.setattr(leases, "pack", told.append)
+    stream = ServedStream(
+        leases, ReaderId("decode", "1", 0, 1), Gatherer(SOURCE, {}, arena, pairings), asyncio.Event(), announcing=False
+    )
+    for effect in (begin, Forget(begin.at), begin):
+        stream.pack(effect)
     cuts[0].set_result(chunks[:1])
     await asyncio.sleep(0)
     assert told == []
     cuts[1].set_result(chunks)
     await asyncio.sleep(0)
     assert told == [WasCut(begin.at)]
-    assert packer._chunks[begin.at] == chunks
+    assert stream._packers[1]._chunks == chunks

@@ -283,14 +283,14 @@ class Problem:
 LeasesEvent: TypeAlias = (
     Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick | Open | Close | Listen
 )
-ServingEvent: TypeAlias = Connect | Disconnect | Ask | Pack | Leave | Wait | Show | Over | Announce | Withdraw | p.Idle
+ServingEvent: TypeAlias = Connect | Disconnect | Ask | Pack | Leave | Wait | Show | Over | Announce | Withdraw
 SourceEvent: TypeAlias = (
     Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick
-    | Connect | Disconnect | Ask | Pack | Leave | p.PackingEvent
+    | Connect | Disconnect | Ask | Pack | Leave
 )  # fmt: skip
-SourceEffect: TypeAlias = HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Speak | p.ArenaEffect
+SourceEffect: TypeAlias = HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Speak | p.PackingEffect
 LeasesEffect: TypeAlias = (
     HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Wait | Show | Over | Announce | Withdraw
 )
-ServingEffect: TypeAlias = Open | Close | Listen | Speak | p.SetIdle | p.ArenaEffect
+ServingEffect: TypeAlias = Open | Close | Listen | Speak | p.PackingEffect
 Told: TypeAlias = Update | Announcement | Unpublished | Problem | p.Packed

@@ -1,7 +1,7 @@
 """One packing: the chunks that a reader wants of a lease, gathered into slots of the arena and kept until they are
 read.
 
-    wanted --AskSlot--> asked --Copy--> copying --Keep--> held --GiveBack--> read
+    wanted --Gather--> gathering --Gathered--> packed --GiveBack--> read
 
 The lease must hold until the last chunk is gathered: a packed slot stays whole whatever becomes of the blocks. A chunk
 is said to be packed only if its copy has ended, and the lease with it in force: a packing ends with its lease, unless
@@ -30,11 +30,11 @@ UNREAD = 64
 """The most chunks that may be wanted and not yet read. Each takes one of the reader's slots, and our own readers use 8.
 Until the request is published, nothing else bounds how many chunks a reader may ask for."""
 OPENED, CUTTING, CUT, OVER = "opened", "cutting", "cut", "over"
-Effects: TypeAlias = list["p.ArenaEffect | p.SetIdle | Speak"]
+Effects: TypeAlias = list["p.PackingEffect | Speak"]
 
 
 class Packing:
-    """It has its slots until it says GiveBack, and has none once it is over."""
+    """Its chunks have slots until it says GiveBack of them, and none once it says Forget."""
 
     def __init__(self, said: Pack) -> None:
         self.at = p.At(said.reading, said.packing)
@@ -43,14 +43,17 @@ class Packing:
         self._begun: set[int] = set()
         """Chunks that were wanted, ever."""
         self._wanted: deque[int] = deque()
-        self._asked: set[int] = set()
-        self._copying: dict[int, p.Slot] = {}
-        self._held: dict[int, p.Slot] = {}
+        self._gathering: set[int] = set()
+        self._untold: list[int] = []
+        """Chunks that are packed, of which the reader does not know yet."""
+        self._held: set[int] = set()
+        """Chunks that the reader knows to be packed, and has not read."""
         self._packed = self._read = 0
         self._patience: float | None = None
         """How long the reader may hold slots and say nothing. None: nobody will look."""
-        self._news: p.Packed | None = None
-        """What the reader is still to be told."""
+        self._vouched = False
+        self._problem: KvferryError | None = None
+        """Both are still to be told."""
 
     @property
     def whole(self) -> bool:
@@ -70,50 +73,36 @@ class Packing:
         match event:
             case p.Want():
                 return self._want(event, now)
+            case p.Gathered(_, chunk, problem):
+                return self.end(problem) if problem is not None else self._gathered(chunk, now)
             case p.WasCut(_, problem):
                 if problem is not None:
                     return self.end(problem)
                 self._stage = CUT
-                return self._go_on()
-            case p.Lent(_, chunk, slot, problem):
-                self._asked.remove(chunk)
-                if problem is not None:
-                    return self.end(problem)
-                self._copying[chunk] = slot
-                return [p.Copy(self.at, chunk, slot)]
-            case p.Copied(_, chunk, problem):
-                return self.end(problem) if problem is not None else self._copied(chunk, now)
-            case p.GoOn():
-                return self._go_on()
+                return self._go_on([])
+            case p.Idle():
+                return self._idle(now)
             case _:
                 assert_never(event)
-
-    def idle(self, now: float) -> Effects:
-        """It may be time to end it; what was said meanwhile has given the reader more."""
-        held, until, self._patience = len(self._held), self._patience or now, None
-        if not held:
-            return []
-        if now < until:
-            return self._wait_until(until)
-        return self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
 
     def end(self, problem: KvferryError | None = None) -> Effects:
         """Pack nothing more. problem: told to the reader, in place of what it has not been told."""
         if self._stage == OVER:
             return []
-        self._stage, self._news = OVER, None
-        effects: Effects = [p.ForgoSlot(self.at, chunk) for chunk in self._asked]
-        effects += [p.GiveBack(self.at, slot) for slot in self._copying.values()]
-        effects += [p.GiveBack(self.at, slot, kept=True) for slot in self._held.values()]
-        for chunks in (self._begun, self._wanted, self._asked, self._copying, self._held):
+        self._stage, self._vouched, self._problem = OVER, False, problem
+        for chunks in (self._begun, self._wanted, self._gathering, self._untold, self._held):
             chunks.clear()
-        effects += [p.SetIdle(self.at.reading, None), p.Forget(self.at)]
-        return effects + self._tell(p.Packed(self.at, problem=problem)) if problem is not None else effects
+        return [p.Forget(self.at)] if problem is None else [p.Forget(self.at), Speak(self.at.reading)]
 
     def take(self) -> p.Packed | None:
         """All that is to be told, as one."""
-        news, self._news = self._news, None
-        return news
+        if not (self._untold or self._vouched or self._problem):
+            return None
+        told = p.Packed(self.at, tuple(self._untold), self._vouched, self._problem)
+        self._held.update(self._untold)
+        self._untold.clear()
+        self._vouched, self._problem = False, None
+        return told
 
     def _want(self, said: p.Want, now: float) -> Effects:
         for chunk in said.want:
@@ -127,59 +116,64 @@ class Packing:
         effects: Effects = []
         for chunk in said.read:
             if chunk not in self._held:
-                return effects + self.end(self._malformed("read", chunk))
+                return self.end(self._malformed("read", chunk))
+            self._held.remove(chunk)
             self._read += 1
-            effects.append(p.GiveBack(self.at, self._held.pop(chunk)))
+            effects.append(p.GiveBack(self.at, chunk))
         if said.vouch:
             if self._stage != CUT or self._read < self._chunks:
                 why = f"{self._chunks - self._read} chunks are not read yet"
-                return effects + self.end(Malformed("malformed_pack", why, field="vouch", value=True))
-            effects += self._tell(p.Packed(self.at, vouched=True))
-        if self._held:
-            effects += self._wait_until(now + IDLE_S)
-        return effects + self._go_on()
+                return self.end(Malformed("malformed_pack", why, field="vouch", value=True))
+            self._vouched = True
+            effects.append(Speak(self.at.reading))
+        if self._held or self._untold:
+            self._wait_until(now + IDLE_S, effects)
+        return self._go_on(effects)
 
-    def _go_on(self) -> Effects:
-        effects: Effects = []
+    def _go_on(self, effects: Effects, *, behind: bool = False) -> Effects:
         at_once = GATHERS if self._packed else 1
-        while self._stage == CUT and self._wanted and len(self._asked) + len(self._copying) < at_once:
+        while self._wanted and self._stage == CUT and len(self._gathering) < at_once:
             chunk = self._wanted.popleft()
-            self._asked.add(chunk)
-            effects.append(p.AskSlot(self.at, chunk))
+            self._gathering.add(chunk)
+            effects.append(p.Gather(self.at, chunk, behind))
         return effects
 
-    def _copied(self, chunk: int, now: float) -> Effects:
-        slot = self._held[chunk] = self._copying.pop(chunk)
+    def _gathered(self, chunk: int, now: float) -> Effects:
+        self._gathering.remove(chunk)
+        self._untold.append(chunk)
         self._packed += 1
-        effects: Effects = [p.Keep(self.at, slot, now + KEPT_S), *self._tell(p.Packed(self.at, ((chunk, slot),)))]
-        effects += self._wait_until(now + IDLE_S)
-        return [*effects, p.GoOnLater(self.at)] if self._wanted else effects
+        effects: Effects = [Speak(self.at.reading)]
+        self._wait_until(now + IDLE_S, effects)
+        return self._go_on(effects, behind=True)
 
-    def _tell(self, news: p.Packed) -> Effects:
-        before, self._news = self._news, news
-        if before is not None:
-            chunks, vouched = before.chunks + news.chunks, before.vouched or news.vouched
-            self._news = p.Packed(self.at, chunks, vouched, news.problem)
-        return [Speak(self.at.reading)]
+    def _wait_until(self, at: float, effects: Effects) -> None:
+        if self._patience is None:
+            effects.append(p.SetIdle(self.at, at))
+        self._patience = at
 
-    def _wait_until(self, at: float) -> Effects:
-        watched, self._patience = self._patience is not None, at
-        return [] if watched else [p.SetIdle(self.at.reading, at)]
+    def _idle(self, now: float) -> Effects:
+        """It may be time to end it; what was said meanwhile has given the reader more."""
+        held, until, self._patience = len(self._held) + len(self._untold), self._patience or now, None
+        if not held:
+            return []
+        if now >= until:
+            return self.end(Deadline("deadline", f"the reader held {held} slots for {IDLE_S:g} s and sent nothing"))
+        effects: Effects = []
+        self._wait_until(until, effects)
+        return effects
 
     def _malformed(self, field: str, chunk: int) -> KvferryError:
         remedy = f"want each of the {self._chunks} chunks once, and say read of those that were packed"
         return Malformed("malformed_pack", "it cannot be named here", field=field, value=chunk, remedy=remedy)
 
     def check(self) -> None:
-        stages = [set(self._wanted), self._asked, set(self._copying), set(self._held)]
+        stages = [set(self._wanted), self._gathering, set(self._untold), self._held]
         assert sum(map(len, stages)) + self._read == len(self._begun) or self._stage == OVER
-        assert all(each <= self._begun for each in stages), "a chunk that is not wanted"
-        assert self._packed == len(self._held) + self._read or self._stage == OVER
-        slots = [*self._copying.values(), *self._held.values()]
-        assert len(set(slots)) == len(slots), "one slot for two chunks"
-        assert len(self._asked) + len(self._copying) <= GATHERS and len(self._begun) - self._read <= UNREAD
-        assert self._stage == CUT or not (self._asked or slots)
+        assert len(set().union(*stages)) == sum(map(len, stages)) and all(each <= self._begun for each in stages)
+        assert self._packed == len(self._untold) + len(self._held) + self._read or self._stage == OVER
+        assert len(self._gathering) <= GATHERS and len(self._begun) - self._read <= UNREAD
+        assert self._stage == CUT or not (self._gathering or self._untold or self._held)
 
     def sizes(self) -> Sizes:
-        kept = {"begun": self._begun, "wanted": self._wanted, "asked": self._asked, "held": self._held}
-        return {name: len(each) for name, each in kept.items()} | {"copying": len(self._copying)}
+        kept = {"begun": self._begun, "wanted": self._wanted, "gathering": self._gathering, "untold": self._untold}
+        return {name: len(each) for name, each in kept.items()} | {"held": len(self._held)}

@@ -69,9 +69,6 @@ class Serving:
                 self.read += event.complete and event.nbytes > 0
                 self.nbytes += event.nbytes
                 return self._leave(event)
-            case p.Idle(reading):
-                idle = self._opened[reading.number].packing
-                return [*idle.idle(now)] if idle is not None else []
             case e.Wait(reading):
                 self._opened[reading.number].waits = True
                 return [e.Speak(reading)]
@@ -91,7 +88,6 @@ class Serving:
                 assert_never(event)
 
     def packing(self, at: p.At) -> Packing | None:
-        """None where it is over, or another one has taken its place."""
         opened = self._opened.get(at.reading.number)
         packing = opened.packing if opened is not None else None
         return packing if packing is not None and packing.at == at else None

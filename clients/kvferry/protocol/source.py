@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from kvferry.protocol import events as e
 from kvferry.protocol import packing_events as p
-from kvferry.protocol.kept import Alarms
 from kvferry.protocol.leases import Leases
+from kvferry.protocol.packing import Packing
 from kvferry.protocol.serving import Serving
 from kvferry.protocol.values import Reading, Sizes
 
@@ -23,16 +23,10 @@ class Source:
         """limit: leases that may be held."""
         self.leases = Leases(limit)
         self.streams: dict[int, Serving] = {}
-        self._idle: Alarms[Reading] = Alarms()
-        """When a reader that holds slots must have said something."""
 
     def on(self, event: e.SourceEvent, now: float) -> list[e.SourceEffect]:
         """Raises KvferryError, as the machines do; then nothing has changed."""
         match event:
-            case p.Want() | p.WasCut() | p.Lent() | p.Copied() | p.GoOn():  # first: they come with every chunk
-                known = self.streams.get(event.at.reading.stream)
-                packing = known.packing(event.at) if known is not None else None
-                return self._all(packing.on(event, now), now) if packing is not None else []
             case e.Connect(stream, who, announcing):
                 most = max(READINGS, 2 * self.leases.limit)
                 serving = self.streams[stream] = Serving(stream, who, most, announcing=announcing)
@@ -45,11 +39,6 @@ class Source:
             case e.Ask() | e.Pack() | e.Leave():
                 serving = self.streams[event.reading.stream]
                 return self._all(serving.on(event, now), now)
-            case e.Tick():
-                effects = self._all(self.leases.on(event, now), now)
-                for reading in self._idle.due(now):
-                    effects += self._all(self.streams[reading.stream].on(p.Idle(reading), now), now)
-                return effects
             case _:
                 return self._all(self.leases.on(event, now), now)
 
@@ -57,14 +46,10 @@ class Source:
         effects: list[e.SourceEffect] = []
         for each in said:
             match each:
-                case e.Speak() | p.Copy() | p.GiveBack() | p.Keep() | p.AskSlot():  # first: they come with every chunk
-                    effects.append(each)
                 case e.Open() | e.Close() | e.Listen():
                     effects += self._all(self.leases.on(each, now), now)
                 case e.Wait(reading) | e.Show(reading) | e.Over(reading):
                     effects += self._all(self.streams[reading.stream].on(each, now), now)
-                case p.SetIdle(reading, at):
-                    self._idle.drop(reading) if at is None else self._idle.set(reading, at)
                 case e.Announce(stream) | e.Withdraw(stream):
                     effects += self._all(self.streams[stream].on(each, now), now)
                 case _:
@@ -76,19 +61,23 @@ class Source:
         serving = self.streams.get(reading.stream)
         return None if serving is None else serving.take(reading.number)
 
+    def packing(self, at: p.At) -> Packing | None:
+        """It takes its events itself, and says nothing to other machines. None where it is over, or another one has
+        taken its place."""
+        serving = self.streams.get(at.reading.stream)
+        return None if serving is None else serving.packing(at)
+
     def next_timer(self) -> float | None:
-        lease, idle = self.leases.next_timer(), self._idle.next()
-        return lease if idle is None else idle if lease is None else min(lease, idle)
+        return self.leases.next_timer()
 
     def check(self) -> None:
         self.leases.check()
         for stream, serving in self.streams.items():
             serving.check()
             assert serving.stream == stream
-        assert all(reading.stream in self.streams for reading in self._idle), "a reader that has gone is waited for"
 
     def sizes(self) -> Sizes:
-        sizes = {**self.leases.sizes(), "streams": len(self.streams), "idle": len(self._idle)}
+        sizes = {**self.leases.sizes(), "streams": len(self.streams)}
         for serving in self.streams.values():
             for name, size in serving.sizes().items():
                 sizes[name] = sizes.get(name, 0) + size

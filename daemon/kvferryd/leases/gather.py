@@ -1,13 +1,12 @@
-"""What the packings of one reader's stream want done (kvferry.protocol.packing): chunks cut, slots of the arena asked
-for, copies launched, and their ends reported."""
+"""The source's side of a staged transfer, as kvferry.protocol.packing decides it: chunks are cut, slots of the arena
+asked for, copies launched, and their ends reported."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 from kvferry.errors import Conflict, Internal, KvferryError, Malformed
 from kvferry.manifest import Manifest
@@ -17,8 +16,7 @@ from kvferry.protocol import packing_events as p
 from kvferry.protocol.values import View
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
-from kvferry.wire import problem_to_proto
-from kvferryd.aio import beside, when_done
+from kvferryd.aio import Timer, beside, when_done
 from kvferryd.copy import Chunk
 from kvferryd.copy.runner import Copying
 from kvferryd.observe import logs
@@ -85,124 +83,115 @@ def _cut(share: Plan, rank: int, tables: Tables, opening: peer_pb2.PackOpen) -> 
 
 
 class Packer:
-    """Carries out what a stream's packings say, and tells `on` how it went. A packing that is over has given back all
-    its slots by then."""
+    """Carries out the effects of one packing, and tells `on` how they went."""
 
-    def __init__(self, gatherer: Gatherer, on: Callable[[p.PackingEvent], object]) -> None:
-        self._gatherer, self._on = gatherer, on
-        self._chunks: dict[p.At, Sequence[Chunk]] = {}
-        self._cutting: dict[p.At, asyncio.Future[list[Chunk]]] = {}
-        """A reader may give the numbers of one that is over to the next."""
-        self._asked: dict[tuple[p.At, int], asyncio.Future[Slot]] = {}
-        """Until a copy into the slot is wanted."""
-        self._slots: dict[p.Slot, Slot] = {}
-        """By index: those that are copied into, or hold what was."""
-        self._copies: dict[p.Slot, Copying] = {}
-        """By the slot that they copy into."""
+    def __init__(self, gatherer: Gatherer, at: p.At, on: Callable[[p.PackingEvent], object]) -> None:
+        self.at, self._gatherer, self._on = at, gatherer, on
+        self._chunks: Sequence[Chunk] = ()
+        self._asked: dict[int, asyncio.Future[Slot]] = {}
+        """Slots of chunks whose copy has not begun."""
+        self._copies: dict[int, tuple[Slot, Copying]] = {}
+        self._held: dict[int, Slot] = {}
+        """Slots of chunks that are packed."""
+        self._timer = Timer(lambda: on(p.Idle(at)))
+        self._over = False
 
-    def do(self, effect: p.ArenaEffect) -> None:
+    def do(self, effect: p.PackingEffect) -> None:
         match effect:
-            case p.AskSlot(at, chunk):
-                self._ask(at, chunk)
-            case p.Copy(at, chunk, slot):
-                self._copy(at, chunk, slot)
-            case p.Keep(_, slot, until):
-                self._arena.keep(self._slots[slot], until)
-            case p.GiveBack(_, slot, kept):
-                self._give_back(slot, kept=kept)
-            case p.Cut(at, wanted, view):
+            case p.Gather(_, chunk, behind):
+                if behind:
+                    asyncio.get_running_loop().call_soon(self._gather, chunk)
+                else:
+                    self._gather(chunk)
+            case p.GiveBack(_, chunk):
+                self._arena.give_back(self._held.pop(chunk))
+            case p.Cut(_, wanted, view):
                 assert isinstance(wanted, peer_pb2.PackOpen)
-                self._cut(at, wanted, view)
-            case p.ForgoSlot(at, chunk):
-                asked = self._asked.pop((at, chunk))
-                if not asked.cancel() and not asked.exception():
-                    self._arena.give_back(asked.result())
-            case p.GoOnLater(at):
-                asyncio.get_running_loop().call_soon(self._on, p.GoOn(at))
-            case p.Forget(at):
-                self._chunks.pop(at, None)
-                self._cutting.pop(at, None)
-            case _:
-                assert_never(effect)
+                self._cut(wanted, view)
+            case p.SetIdle(_, when):
+                self._timer.set(when)
+            case p.Forget():
+                self._end()
 
-    def reply(self, packed: p.Packed) -> peer_pb2.PackReply:
-        reply = peer_pb2.PackReply(packing=packed.at.number, vouched=packed.vouched)
-        for chunk, slot in packed.chunks:
-            nbytes, address = self._chunks[packed.at][chunk].nbytes, self._slots[slot].address
+    def add_to(self, reply: peer_pb2.PackReply, chunks: Iterable[int]) -> None:
+        """Chunks that are packed."""
+        for chunk in chunks:
+            nbytes, address = self._chunks[chunk].nbytes, self._held[chunk].address
             reply.packed.add(chunk=chunk, address=address, nbytes=nbytes, kept_ms=int(1e3 * packing.KEPT_S))
-        if packed.problem is not None:
-            reply.problem.CopyFrom(problem_to_proto(packed.problem))
-        return reply
 
     @property
     def _arena(self) -> Arena:
         assert self._gatherer.arena is not None  # or nothing would have been cut
         return self._gatherer.arena
 
-    def _cut(self, at: p.At, opening: peer_pb2.PackOpen, view: View) -> None:
-        self._chunks[at] = ()
+    def _cut(self, opening: peer_pb2.PackOpen, view: View) -> None:
         try:
             cutting = self._gatherer.cutting(opening, view, self._gatherer.slot_nbytes())
             cut = beside(sum(shape.blocks for shape in opening.tables.values()), cutting)
         except Exception as error:  # noqa: BLE001  of one packing; the stream has others
-            self._on(p.WasCut(at, _told(error)))
+            self._on(p.WasCut(self.at, _told(error)))
         else:
-            self._cutting[at] = cut
-            when_done(cut, functools.partial(self._was_cut, at))
+            when_done(cut, self._was_cut)
 
-    def _was_cut(self, at: p.At, cut: asyncio.Future[list[Chunk]]) -> None:
-        if cut.cancelled() or self._cutting.get(at) is not cut:
+    def _was_cut(self, cut: asyncio.Future[list[Chunk]]) -> None:
+        if cut.cancelled() or self._over:
             return
-        del self._cutting[at]
         if problem := cut.exception():
-            self._on(p.WasCut(at, _told(problem)))
+            self._on(p.WasCut(self.at, _told(problem)))
         else:
-            self._chunks[at] = cut.result()
-            self._on(p.WasCut(at))
+            self._chunks = cut.result()
+            self._on(p.WasCut(self.at))
 
-    def _ask(self, at: p.At, chunk: int) -> None:
+    def _gather(self, chunk: int) -> None:
+        if self._over:
+            return
         try:
-            asked = self._asked[at, chunk] = self._arena.ask(Use.PACKED)
+            asked = self._asked[chunk] = self._arena.ask(Use.PACKED)
         except KvferryError as error:
-            self._on(p.Lent(at, chunk, problem=error))
+            self._on(p.Gathered(self.at, chunk, error))
         else:
-            when_done(asked, functools.partial(self._lent, at, chunk))
+            when_done(asked, functools.partial(self._copy, chunk))
 
-    def _lent(self, at: p.At, chunk: int, asked: asyncio.Future[Slot]) -> None:
-        if asked.cancelled() or self._asked.get((at, chunk)) is not asked:
+    def _copy(self, chunk: int, asked: asyncio.Future[Slot]) -> None:
+        if self._asked.pop(chunk, None) is None:
             return  # forgone
-        if problem := asked.exception():
-            del self._asked[at, chunk]
-            self._on(p.Lent(at, chunk, problem=_told(problem)))
-        else:
-            self._on(p.Lent(at, chunk, asked.result().index))
-
-    def _copy(self, at: p.At, chunk: int, slot: p.Slot) -> None:
-        work, self._slots[slot] = self._chunks[at][chunk], self._asked.pop((at, chunk)).result()
-        gather = functools.partial(work.gather, self._gatherer.regions, self._slots[slot].address)
         try:
-            copying = self._copies[slot] = self._arena.copies.start(work.nbytes, gather)
+            slot, work = asked.result(), self._chunks[chunk]
+        except KvferryError as error:
+            self._on(p.Gathered(self.at, chunk, error.kept()))
+            return
+        try:
+            gather = functools.partial(work.gather, self._gatherer.regions, slot.address)
+            copying = self._arena.copies.start(work.nbytes, gather)
         except Exception as error:  # noqa: BLE001  nobody else would see an error of a callback
-            self._on(p.Copied(at, chunk, _told(error)))
+            self._arena.give_back(slot)
+            self._on(p.Gathered(self.at, chunk, _told(error)))
         else:
-            copying.done.add_done_callback(functools.partial(self._copied, at, chunk, slot, copying))
+            self._copies[chunk] = slot, copying
+            copying.done.add_done_callback(functools.partial(self._copied, chunk))
 
-    def _copied(self, at: p.At, chunk: int, slot: p.Slot, copying: Copying, done: asyncio.Future[None]) -> None:
-        if self._copies.get(slot) is not copying:
-            return  # its slot has been given back
-        del self._copies[slot]
-        problem = done.exception()
-        self._on(p.Copied(at, chunk, _told(problem) if problem is not None else None))
+    def _copied(self, chunk: int, done: asyncio.Future[None]) -> None:
+        if self._over:
+            return
+        slot = self._held[chunk] = self._copies.pop(chunk)[0]
+        if problem := done.exception():
+            self._on(p.Gathered(self.at, chunk, _told(problem)))
+        else:
+            self._arena.keep(slot, asyncio.get_running_loop().time() + packing.KEPT_S)
+            self._on(p.Gathered(self.at, chunk))
 
-    def _give_back(self, slot: p.Slot, *, kept: bool) -> None:
-        lent, copying = self._slots.pop(slot), self._copies.pop(slot, None)
-        if copying is not None:
+    def _end(self) -> None:
+        self._over = True
+        self._timer.set(None)
+        asked, self._asked = self._asked, {}
+        for each in asked.values():
+            if not each.cancel() and not each.exception():
+                self._arena.give_back(each.result())
+        for slot, copying in self._copies.values():
             copying.abandon()
-            self._arena.give_back(lent, copying.quiet)
-        elif kept:
-            self._arena.give_back_kept(lent)
-        else:
-            self._arena.give_back(lent)
+            self._arena.give_back(slot, copying.quiet)
+        for slot in self._held.values():
+            self._arena.give_back_kept(slot)
 
 
 def _told(error: BaseException) -> KvferryError:

@@ -17,8 +17,7 @@ from kvferry.protocol.lease import Lease
 from kvferry.protocol.source import Source
 from kvferry.protocol.values import Account, Publication, ReaderId, Reading, Terms
 from kvferry.schemas import InboundRecord, LeaseRecord, LeaseState
-from kvferryd.aio import when_done
-from kvferryd.leases.gather import Packer
+from kvferryd.aio import Timer, when_done
 from kvferryd.leases.record import record_of
 from kvferryd.leases.words import Words, drawn
 from kvferryd.observe import logs
@@ -32,8 +31,7 @@ class Stream(Protocol):
     """What one reader's stream does for its machine."""
 
     def speak(self, reading: int) -> None: ...
-    @property
-    def packer(self) -> Packer: ...
+    def pack(self, effect: p.PackingEffect) -> None: ...
     def record(self) -> InboundRecord: ...
 
 
@@ -52,7 +50,7 @@ class Leases:
         self._numbers = itertools.count(1)
         """Of streams and fences."""
         self._fences: dict[int, asyncio.Future[None]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer(lambda: self.on(e.Tick()))
         self._arisen: deque[e.SourceEvent] = deque()
         """Events that came while effects were carried out."""
         self._acting = False
@@ -65,19 +63,23 @@ class Leases:
         if self._acting:
             self._arisen.append(event)
             return []
-        loop = asyncio.get_running_loop()
-        effects = self.source.on(event, loop.time())
+        time = asyncio.get_running_loop().time
+        effects = self.source.on(event, time())
         self._acting = True
         try:
-            for effect in effects:
-                self._try(effect)
+            self._carry_out(effects)
             while self._arisen:
-                for effect in self._on_arisen(self._arisen.popleft(), loop.time()):
-                    self._try(effect)
+                self._carry_out(self._on_arisen(self._arisen.popleft(), time()))
         finally:
             self._acting = False
-        self._set_timer(loop)
+        self._timer.ring_by(self.source.next_timer())
         return effects
+
+    def pack(self, event: p.PackingEvent) -> None:
+        """At once, and in a way of its own: one comes with every chunk, and a packing says nothing to leases."""
+        packing = self.source.packing(event.at)
+        if packing is not None:
+            self._carry_out(packing.on(event, asyncio.get_running_loop().time()))
 
     def _on_arisen(self, event: e.SourceEvent, now: float) -> list[e.SourceEffect]:
         try:
@@ -86,19 +88,20 @@ class Leases:
             log.exception("an event was refused", event_type=type(event).__name__, engine_id=self.engine_id)
             return []
 
-    def _try(self, effect: e.SourceEffect) -> None:
+    def _carry_out(self, effects: Iterable[e.SourceEffect]) -> None:
         """One that fails stops no other."""
-        try:
-            self._do(effect)
-        except Exception:
-            log.exception("an effect failed", step=type(effect).__name__, engine_id=self.engine_id)
+        for effect in effects:
+            try:
+                self._do(effect)
+            except Exception:
+                log.exception("an effect failed", step=type(effect).__name__, engine_id=self.engine_id)
 
     def _do(self, effect: e.SourceEffect) -> None:
         match effect:
             case e.Speak(reading):
                 self.streams[reading.stream].speak(reading.number)
-            case p.Copy() | p.GiveBack() | p.Keep() | p.AskSlot():
-                self.streams[effect.at.reading.stream].packer.do(effect)
+            case p.Gather() | p.GiveBack():
+                self.streams[effect.at.reading.stream].pack(effect)
             case e.HoldWord(word):
                 self.words.hold(word)
             case e.ClearWord(word):
@@ -110,19 +113,7 @@ class Leases:
             case e.Served(engine_id, nbytes):
                 self._on_served(engine_id, nbytes)
             case _:
-                self.streams[effect.at.reading.stream].packer.do(effect)
-
-    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        at = self.source.next_timer()
-        if self._timer is not None and (at is None or at < self._timer.when()):
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None and at is not None:
-            self._timer = loop.call_at(at, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self.on(e.Tick())
+                self.streams[effect.at.reading.stream].pack(effect)
 
     # ---- for the engine ----
 

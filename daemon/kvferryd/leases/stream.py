@@ -15,6 +15,7 @@ from kvferry.protocol.values import ReaderId, Reading, Trace, View
 from kvferry.schemas import InboundRecord
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_to_proto
+from kvferryd.aio import running
 from kvferryd.check import check_request_id
 from kvferryd.leases.gather import Gatherer, Packer
 from kvferryd.leases.leases import Leases
@@ -48,8 +49,9 @@ class ServedStream:
         self.leases, self.who, self.peer = leases, who, peer
         self._since = time.time()
         self._retired, self._announcing = retired, announcing
-        self._stream = 0
-        self.packer = Packer(gatherer, leases.on)
+        self._stream, self._gatherer = 0, gatherer
+        self._packers: dict[int, Packer] = {}
+        """One for each reading that packs."""
         self.outbox = Outbox(_several, several=several)
 
     def record(self) -> InboundRecord:
@@ -67,29 +69,19 @@ class ServedStream:
         Raises KvferryError for a message that no reader of ours sends.
         """
         self._stream = self.leases.connect(self, self.who, announcing=self._announcing)
-        running = asyncio.create_task(self._run(requests))
-        running.add_done_callback(lambda _: self.outbox.end())
         try:
-            while (reply := await self.outbox.take()) is not None:
-                yield reply
-            running.result()
+            async with running([self._listen(requests), self._until_retired()]) as tasks:
+                for each in tasks:
+                    each.add_done_callback(lambda _: self.outbox.end())
+                while (reply := await self.outbox.take()) is not None:
+                    yield reply
+                if not self._retired.is_set():
+                    tasks[0].result()
         finally:
-            running.cancel()
-            try:
-                await asyncio.wait([running])
-            finally:
-                self.leases.disconnect(self._stream)
+            self.leases.disconnect(self._stream)
 
-    async def _run(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
-        listening = asyncio.create_task(self._listen(requests))
-        retiring = asyncio.create_task(self._retired.wait())
-        try:
-            await asyncio.wait([listening, retiring], return_when=asyncio.FIRST_COMPLETED)
-            if not self._retired.is_set():
-                listening.result()
-        finally:
-            listening.cancel()
-            retiring.cancel()
+    async def _until_retired(self) -> None:
+        await self._retired.wait()
 
     async def _listen(self, requests: AsyncIterator[peer_pb2.ReadRequest]) -> None:
         async for request in requests:
@@ -114,7 +106,7 @@ class ServedStream:
                 reading = Reading(self._stream, said.reading)
                 if said.HasField("open"):
                     self.leases.on(e.Pack(reading, said.packing, also.chunks, also.states, also))
-                self.leases.on(p.Want(p.At(reading, said.packing), tuple(said.want), tuple(said.read), said.vouch))
+                self.leases.pack(p.Want(p.At(reading, said.packing), tuple(said.want), tuple(said.read), said.vouch))
             case "open":
                 asked = request.open
                 known = asked.known_word, asked.known_version
@@ -145,6 +137,16 @@ class ServedStream:
     def speak(self, reading: int) -> None:
         self.outbox.ask(_Turn(self, reading))
 
+    def pack(self, effect: p.PackingEffect) -> None:
+        number = effect.at.reading.number
+        if isinstance(effect, p.Cut):
+            self._packers[number] = Packer(self._gatherer, effect.at, self.leases.pack)
+        packer = self._packers.get(number)
+        if packer is not None:  # else it was over before there was anything to cut, or by an effect before this one
+            packer.do(effect)
+        if isinstance(effect, p.Forget):
+            self._packers.pop(number, None)
+
     def compose(self, reading: int) -> peer_pb2.ReadReply | None:
         told = self.leases.take(self._stream, reading)
         if told is None:
@@ -160,13 +162,21 @@ class ServedStream:
             case e.Problem(why):
                 return peer_pb2.ReadReply(reading=reading, problem=problem_to_proto(why))
             case p.Packed():
-                return peer_pb2.ReadReply(reading=reading, pack=self.packer.reply(told))
+                return peer_pb2.ReadReply(reading=reading, pack=self._packed(told))
             case e.Unpublished():
                 return peer_pb2.ReadReply(reading=reading, unpublished=True)
             case e.Announcement(view):
                 name = announced_as(view.terms.request_id)
                 announced = peer_pb2.Announcement(request_id=name, update=self._update(view))
                 return peer_pb2.ReadReply(announced=announced)
+
+    def _packed(self, told: p.Packed) -> peer_pb2.PackReply:
+        reply = peer_pb2.PackReply(packing=told.at.number, vouched=told.vouched)
+        if told.chunks:
+            self._packers[told.at.reading.number].add_to(reply, told.chunks)
+        if told.problem is not None:
+            reply.problem.CopyFrom(problem_to_proto(told.problem))
+        return reply
 
     def _update(self, view: View) -> peer_pb2.LeaseUpdate:
         return update_of(view, self.leases.words.address(view.terms.word))

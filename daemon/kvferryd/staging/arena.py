@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from kvferry.errors import Malformed
 from kvferry.v1 import engine_pb2
+from kvferryd.aio import Timer
 from kvferryd.memory import Region
 from kvferryd.staging.copies import Copies, arena_closed
 from kvferryd.transport.read import Span
@@ -26,7 +27,7 @@ FEWEST = 4
 SLOT_ALIGN = 4096
 
 
-class Use(Enum):
+class Use(StrEnum):
     """What a slot is lent for."""
 
     PACKED = "packed"
@@ -128,14 +129,15 @@ class Arena:
 
     def give_back_kept(self, slot: Slot) -> None:
         """As soon as its bytes need no longer stay."""
-        loop = asyncio.get_running_loop()
-        if loop.time() < slot.kept_until:
-            loop.call_at(slot.kept_until, self.give_back, slot)
+        if asyncio.get_running_loop().time() < slot.kept_until:
+            Timer(lambda: self.give_back(slot)).set(slot.kept_until)
         else:
             self.give_back(slot)
 
     def _lend(self) -> None:
         """First come, first served; a direction that has all it may have holds up only itself."""
+        if not self._waiting or not self._free:
+            return
         held_up: deque[tuple[Use, asyncio.Future[Slot]]] = deque()
         while self._waiting and self._free:
             use, future = self._waiting.popleft()
