@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from caches import attention, cache
+from stepped import Daemon, manifest_of, stepping
 from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
@@ -23,6 +24,7 @@ from kvferryd.peers.introduce import reader_of
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import plan
+from kvferryd.transport.read import TransportError
 
 pytestmark = pytest.mark.anyio
 PEERS = 3
@@ -117,3 +119,38 @@ def of_meetings() -> list[str]:
     """All that is under way for an engine, its callers aside."""
     names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
     return [name for name in names if name.startswith("Meeting.")]
+
+
+@pytest.mark.parametrize("cut", ["stopped", "retired"])
+def test_a_handshake_that_is_stopped_while_it_is_undone_leaves_nothing(cut: str) -> None:
+    """Its bound passes, or its engine leaves, while NIXL takes its time over the first name."""
+    with stepping() as world:
+        homes = {0: "127.0.0.1:7001", 1: "127.0.0.1:7002"}
+        for rank, address in homes.items():
+            Daemon(world, address, manifest_of("prefill", rank=rank, of=2, heads=2), homes)
+        reader = Daemon(world, own := "127.0.0.1:7003", manifest_of("decode", heads=2), {0: own})
+        peers, agent = reader.ferry.peers_known, world.agents[reader.engine.agent.name]
+        remove, unloading = agent.remove_peer, asyncio.Event()
+
+        async def warm(peer: str, span: object) -> None:
+            raise TransportError("transport_failed", "NIXL does not connect")
+
+        async def remove_peer(alias: str) -> None:
+            await unloading.wait()
+            await remove(alias)
+
+        agent.warm, agent.remove_peer = warm, remove_peer  # type: ignore[method-assign]
+        with world.within(reader.process):
+            asked = world.loop.create_task(peers.get(reader.engine, "prefill", homes[0]))
+            world.loop.settle()
+            world.run()
+            assert len(agent._peers) == 2 and not asked.done()
+            if cut == "stopped":
+                world.loop.pass_time(peers._handshakes.within_s)
+            else:
+                world.loop.create_task(peers.forget_engine(reader.engine))
+                world.loop.settle()
+            assert isinstance(asked.exception(), KvferryError)
+            world.loop.call(unloading.set)
+            world.run()
+        assert not agent._peers and not len(peers.channels)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from kvferry.errors import Conflict, KvferryError, PeerFailed, Unavailable
 from kvferry.protocol.peers_events import Home
 from kvferry.protocol.peers_homes import taken_by
-from kvferryd.aio import to_the_end
+from kvferryd.aio import Tasks, all_over, to_the_end
 from kvferryd.config import Config
 from kvferryd.copy import mapped, sample
 from kvferryd.engine import Engine
@@ -50,11 +50,12 @@ class Handshakes:
 
     async def shake(
         self, engine: Engine, engine_id: str, address: str, in_the_way: Callable[[Home], Home | None],
-        over: Callable[[Home], None],
+        over: Callable[[Home], None], undoing: Tasks,
     ) -> PeerEngine:  # fmt: skip
         """The peer, ready to be read from; what was made of it is undone where this fails or is cancelled.
 
-        in_the_way: whose the engine id is, if it is another's. over: called when that one is over. Raises KvferryError.
+        in_the_way: whose the engine id is, if it is another's. over: called when that one is over. undoing: has the
+        task that undoes, which goes on where this is cancelled meanwhile. Raises KvferryError.
         """
         await engine.until_whole(self._config.connect_timeout_s)  # its ranks read as one by the roster's key
         asked: list[PeerRank] = []
@@ -97,10 +98,7 @@ class Handshakes:
             peer = PeerEngine(engine_id, first.manifest.epoch, ranks, planned, engine, took_s)
             await self._ready(peer)
         except BaseException:
-            if peer is not None:
-                await peer.unload()
-            for rank in asked:
-                rank.let_go()
+            await all_over([undoing.spawn(_undo(peer, asked))])
             raise
         return peer
 
@@ -194,7 +192,7 @@ class Handshakes:
         except (TransportError, PeerFailed) as problem:
             error: KvferryError = problem
             now, _ = await self._introductions.ask(peer.own, peer.engine_id, rank.address)
-            await now.close()
+            now.let_go()
             if now.agent_name != name:
                 raise PeerFailed(
                     "peer_lost", f"engine {peer.engine_id} was registered anew at {rank.address} meanwhile",
@@ -239,6 +237,15 @@ def took(seconds: defaultdict[str, float], step: str) -> Iterator[None]:
         yield
     finally:
         seconds[step] += time.monotonic() - began
+
+
+async def _undo(peer: PeerEngine | None, asked: Sequence[PeerRank]) -> None:
+    try:
+        if peer is not None:
+            await peer.unload()
+    finally:
+        for rank in asked:
+            rank.let_go()
 
 
 def _apart(address: str) -> PeerFailed:

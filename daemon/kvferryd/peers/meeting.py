@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import assert_never
 from kvferry.errors import Internal, KvferryError
 from kvferry.protocol import peers_events as e
 from kvferry.protocol.peers import Peers
-from kvferryd.aio import Tasks, Timer, settle
+from kvferryd.aio import Tasks, Timer, all_over, settle
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.observe.metrics import Metrics
@@ -96,8 +97,10 @@ class Meeting:
         """Our engine ends, its agent with it."""
         self.on(e.Shut(why))
         await self._naming.end()
-        if under_way := self._shaking | self._unloading:
-            await asyncio.wait(under_way, timeout=END_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                while under_way := self._shaking | self._unloading:  # one of the first leaves one of the second
+                    await all_over(under_way)
 
     def on(self, event: e.PeersEvent) -> list[e.PeersEffect]:
         """The effects, which have been carried out."""
@@ -173,7 +176,7 @@ class Meeting:
             self.on(e.Over(engine_id, home))
 
         try:
-            peer = await self._handshakes.shake(self.engine, engine_id, address, in_the_way, over)
+            peer = await self._handshakes.shake(self.engine, engine_id, address, in_the_way, over, self._unloading)
         except Exception as error:  # noqa: BLE001  its callers wait
             self.on(e.Unmet(number, _typed(error)))
         else:
