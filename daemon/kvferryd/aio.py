@@ -206,10 +206,22 @@ async def to_the_end(steps: Iterable[Coroutine[None, None, None]]) -> None:
             raise failed
 
 
-class Tasks(set["asyncio.Task[None]"]):
+async def uncut(work: Coroutine[Any, Any, T], unwanted: Callable[[T], object]) -> T:
+    """The result of work that must not be cut off. If the caller is cancelled first, the work ends all the same, and
+    `unwanted` is called with its result."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda _: task.cancelled() or task.exception() or unwanted(task.result()))
+        await asyncio.wait([task])
+        raise
+
+
+class Tasks(set["asyncio.Task[Any]"]):
     """Work that outlasts whoever started it, until it has ended."""
 
-    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self.add(task)
         task.add_done_callback(self.discard)

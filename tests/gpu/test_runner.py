@@ -60,7 +60,11 @@ async def ended(*copies: GpuCopy) -> list[str]:
 async def test_what_nobody_prepared_is_prepared_and_others_go_on(runner: Runner, memory) -> None:
     known, unknown = batch(memory, 4, 64), batch(memory, 3, 7)
     await runner.prepare([known])
-    copies = [runner.copy(256, lambda: [known]), runner.copy(21, lambda: [unknown]), runner.copy(256, lambda: [known])]
+    copies = [
+        runner.start(256, lambda: [known]),
+        runner.start(21, lambda: [unknown]),
+        runner.start(256, lambda: [known]),
+    ]
     assert await ended(*copies) == ["", "", ""]
     assert read(GPU, memory[1], 256) == bytes(range(256))
 
@@ -70,15 +74,15 @@ async def test_a_copy_that_cannot_be_made_fails_alone(runner: Runner, memory) ->
         raise ValueError("no such block")
 
     whole = batch(memory, 16, 4096)
-    copies = [runner.copy(1, build) for build in (lambda: [whole], broken, lambda: [whole], broken, lambda: [whole])]
+    copies = [runner.start(1, build) for build in (lambda: [whole], broken, lambda: [whole], broken, lambda: [whole])]
     assert await ended(*copies) == ["", "copy_failed", "", "copy_failed", ""]
     assert "no such block" in str(copies[1].done.exception())
     assert read(GPU, memory[1], 65536) == bytes(range(256)) * 256
 
 
 async def test_one_that_was_given_up_before_its_turn_writes_nothing(runner: Runner, memory) -> None:
-    every = [runner.copy(64, lambda: [batch(memory, 1, 64)]) for _ in range(6)]
-    later = runner.copy(4096, lambda: [batch(memory, 1, 4096)])
+    every = [runner.start(64, lambda: [batch(memory, 1, 64)]) for _ in range(6)]
+    later = runner.start(4096, lambda: [batch(memory, 1, 4096)])
     later.abandon()
     assert await ended(*every, later) == [""] * 6 + ["abandoned"]
     assert read(GPU, memory[1] + 64, 64) == bytes(64)
@@ -86,7 +90,7 @@ async def test_one_that_was_given_up_before_its_turn_writes_nothing(runner: Runn
 
 async def test_closing_ends_every_copy(runner: Runner, memory) -> None:
     every = [batch(memory, 1, 64 << at) for at in range(8)]  # each of a shape of its own
-    copies = [runner.copy(64, partial(list, [each])) for each in every]
+    copies = [runner.start(64, partial(list, [each])) for each in every]
     await runner.close()
     assert set(await ended(*copies)) <= {"", "copies_closed"}
-    assert await ended(runner.copy(64, lambda: [batch(memory, 1, 64)])) == ["copies_closed"]
+    assert await ended(runner.start(64, lambda: [batch(memory, 1, 64)])) == ["copies_closed"]

@@ -16,7 +16,7 @@ from caches import HND, attention, cache, table
 
 from kvferry.protocol.values import Publication, ReaderId
 from kvferry.v1 import peer_pb2
-from kvferryd.copy.runner import Copying
+from kvferryd.copy.copying import Copying
 from kvferryd.leases import gather
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream

@@ -24,7 +24,7 @@ import pytest
 from kvferry.v1 import engine_pb2
 from kvferryd.api.peer import PeerService
 from kvferryd.copy import Batch, host
-from kvferryd.copy.runner import Copying
+from kvferryd.copy.copying import Copying
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import Descriptors, Read, Span, TransportError
 

@@ -14,9 +14,8 @@ from test_channels_of_ranks import first_of
 from kvferry.errors import KvferryError
 from kvferry.protocol.session_events import Step
 from kvferryd.copy import Batch
-from kvferryd.staging import copies
+from kvferryd.copy.copying import HostCopies
 from kvferryd.staging.arena import FEWEST, SLOT_NBYTES, Arena, Slot, Use, slot_nbytes
-from kvferryd.staging.copies import HostCopies
 from kvferryd.transport.read import Span
 
 pytestmark = pytest.mark.anyio
@@ -238,7 +237,7 @@ async def test_a_copy_that_hangs_keeps_no_session_from_retiring(
     gate: Gate, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory stays: it may still be written."""
-    monkeypatch.setattr(copies, "CLOSE_S", 0.1)
+    monkeypatch.setattr("kvferryd.copy.copying.CLOSE_S", 0.1)
     engine = first_of()
     arena = engine.arena = Arena(memory, HostCopies(gate.copy))  # type: ignore[arg-type]
     engine.session.engine = engine

@@ -23,6 +23,7 @@ from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.api.answer import first_of
 from kvferryd.config import Config
 from kvferryd.copy import Chunk
+from kvferryd.copy.copying import HostCopies
 from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
@@ -31,7 +32,6 @@ from kvferryd.paths.source import SourceReader, announced
 from kvferryd.peers.channels import Channels
 from kvferryd.peers.peer import PeerRank, Staging
 from kvferryd.staging.arena import Arena, Use
-from kvferryd.staging.copies import HostCopies
 from kvferryd.staging.share import Pairings, packs, share_of, wanting
 
 pytestmark = pytest.mark.anyio

@@ -24,13 +24,13 @@ from kvferry.v1 import peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd import aio
 from kvferryd.copy import Chunk
+from kvferryd.copy.copying import HostCopies
 from kvferryd.leases import gather
 from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.leases import Leases
 from kvferryd.leases.stream import ServedStream
 from kvferryd.plan import PlanRefused
 from kvferryd.staging.arena import Arena, Use
-from kvferryd.staging.copies import HostCopies
 from kvferryd.staging.share import PAIRINGS, Pairings, packs, pairing_of, share_of, wanting
 
 pytestmark = pytest.mark.anyio

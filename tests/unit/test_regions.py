@@ -20,13 +20,13 @@ from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferry.protocol.session_events import Rank, Step
 from kvferryd.config import Config
+from kvferryd.copy.copying import HostCopies
 from kvferryd.copy.runner import Runner
 from kvferryd.engine.registration import _made_arena
 from kvferryd.engine.registry import Engines
 from kvferryd.engine.session import Session
 from kvferryd.memory.host import HostProvider
 from kvferryd.staging.arena import Arena
-from kvferryd.staging.copies import HostCopies
 from kvferryd.transport.agent import Agent
 from kvferryd.transport.read import Span
 

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
+from kvferry.errors import Internal, KvferryError
 from kvferry.memory import CudaRegion, cuda
-from kvferryd.aio import Worker, made_on, settle, submit
+from kvferryd.aio import Timer, Worker, made_on, submit
 from kvferryd.copy.batch import Batch
+from kvferryd.copy.copying import CLOSE_S, Build, Copying, HostCopies, closed, given_up, typed
 from kvferryd.copy.cuda import USUAL, Copier, NotPrepared, Shape
 from kvferryd.memory import Probe
 from kvferryd.memory.cuda import read
@@ -35,39 +36,18 @@ the first of them waiting for the last, and leave the GPU idle while their ends 
 SPIN_S, POLL_S = 5e-3, 1e-3
 """A copy's event is polled at every turn of the event loop for SPIN_S after its launch, then every POLL_S: a GPU does
 not notify the host, and a timer of the loop is good to a millisecond."""
-CLOSE_S = 10.0
-
-
-@dataclass(slots=True, eq=False)
-class Copying:
-    """A copy on its way, here or on a host's thread. `quiet`: nothing of it runs any more. `done`, a moment later: all
-    is copied, or why not."""
-
-    nbytes: int
-    done: asyncio.Future[None]
-    quiet: asyncio.Future[None]
-    seconds: float = 0.0
-    """From launch to end."""
-    phase: str = "copy"
-    launched_at: float = 0.0
-    abandoned: bool = False
-
-    def abandon(self) -> None:
-        """Not launched if it has not been. Otherwise it goes on, until `quiet`."""
-        self.abandoned = True
-
-    def end(self, problem: KvferryError | None = None) -> None:
-        if self.launched_at:
-            self.seconds = time.monotonic() - self.launched_at
-        settle(self.quiet)
-        settle(self.done, error=problem)
+STAGING_FACTOR = 2
+"""SMs of a staging copy, in units of what `programs` grants a mapped one. A program has 128 KiB in flight; mapped, that
+is some 23 GB/s over NVLink, and 16 programs fill the link (copy.cuda). In local memory a chunk of 64 MiB should take
+well less than its READ does (0.2 ms at 300 GB/s; measured: 619 GB/s, 0.1 ms, with all SMs), for the first
+gather and the last scatter of a transfer overlap with nothing."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GpuCopy(Copying):
     """Batches on their way."""
 
-    build: Callable[[], Sequence[Batch]]
+    build: Build
     """Called when it is its turn, on the loop; once more whenever something had to be prepared for it."""
     programs: int
     """SMs that it may take."""
@@ -110,7 +90,9 @@ class Runner:
         self._closing = False
         self._waiting: list[tuple[tuple[int, int], GpuCopy]] = []
         self._in_flight: deque[_Launch] = deque()
-        self._asking: asyncio.Handle | None = None
+        self._soon: asyncio.Handle | None = None
+        self._late = Timer(self._ask)
+        """Either asks after what is in flight."""
         self._events: list[cuda.Event] = []
         self._order = itertools.count()
         self._mappings: set[CudaRegion] = set()
@@ -121,18 +103,16 @@ class Runner:
         """The address of a page of zeros."""
         return self._copier.zeros
 
-    def copy(
-        self, nbytes: int, build: Callable[[], Sequence[Batch]], priority: int = 0, programs: int | None = None
-    ) -> GpuCopy:
-        """Start a copy of `nbytes` bytes. Higher priority goes first.
-
-        programs: SMs that it may take; the runner's own number where absent.
-        """
+    def start(self, nbytes: int, build: Build, priority: int = 0, programs: int | None = None) -> GpuCopy:
+        """Start a copy of `nbytes` bytes. Higher priority goes first. programs: SMs that it may take; where absent, as
+        many as for a staging copy."""
         done, quiet = self._loop.create_future(), self._loop.create_future()
         place = -priority, next(self._order)
-        copy = GpuCopy(nbytes, done, quiet, build=build, programs=programs or self.programs, place=place)
+        copy = GpuCopy(
+            nbytes, done, quiet, build=build, programs=programs or STAGING_FACTOR * self.programs, place=place
+        )
         if self._closing:
-            copy.end(_closed())
+            copy.end(closed())
         else:
             self._wait(copy)
         return copy
@@ -151,7 +131,7 @@ class Runner:
         End it with `unmap`. Raises KvferryError: `probe_failed`, `cuda_ipc_failed`, ...
         """
         if self._closing:
-            raise _closed()
+            raise closed()
         try:
             return await made_on(
                 self._worker.put, lambda: self._open(allocation, nbytes, probe), lambda region: self._unmap([region])
@@ -165,25 +145,29 @@ class Runner:
 
     async def close(self) -> bool:
         """Wait for what is launched, drop what is not, and unmap. Waits at most CLOSE_S for each. Copies that have not
-        ended by then end when the thread knows that nothing of them runs any more. Whether all have ended."""
+        ended by then end when the thread knows that nothing of them runs any more. Whether all have ended. Idempotent.
+        """
+        if self._closing:
+            return await self._worker.close(CLOSE_S)
         self._closing = True
         for _, copy in self._waiting:
-            copy.end(_closed())
+            copy.end(closed())
         self._waiting.clear()
         try:
             if self._in_flight:
                 flying = [copy.quiet for launch in self._in_flight for copy in launch.copies]
                 await asyncio.wait(flying, timeout=CLOSE_S)
         finally:
-            if self._asking is not None:
-                self._asking.cancel()
+            self._late.set(None)
+            if self._soon is not None:
+                self._soon.cancel()
             self._worker.put(None)
         return await self._worker.close(CLOSE_S)
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run something on the thread. Raises what it raises, as KvferryError."""
         if self._closing:
-            raise _closed()
+            raise closed()
         return await submit(self._worker.put, work, typed)
 
     # ---- on the event loop ----
@@ -198,9 +182,11 @@ class Runner:
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
             if copies := self._next():
                 self._launch(copies)
-        if self._in_flight and self._asking is None:
-            fresh = time.monotonic() - self._in_flight[0].launched_at < SPIN_S
-            self._asking = self._loop.call_soon(self._ask) if fresh else self._loop.call_later(POLL_S, self._ask)
+        if self._in_flight and self._soon is None:
+            if time.monotonic() - self._in_flight[0].launched_at < SPIN_S:
+                self._soon = self._loop.call_soon(self._ask)
+            else:
+                self._late.ring_by(self._loop.time() + POLL_S)
 
     def _next(self) -> list[GpuCopy]:
         """The copy whose turn it is, and those behind it that may be launched with it. What was given up ends here."""
@@ -220,7 +206,7 @@ class Runner:
 
     def _ask(self) -> None:
         """End the copies whose events have been reached."""
-        self._asking = None
+        self._soon = None
         while self._in_flight:
             launch = self._in_flight[0]
             problem = launch.problem
@@ -272,7 +258,7 @@ class Runner:
         need: they are launched one by one, this time."""
 
         def again(preparing: asyncio.Future[None]) -> None:
-            problem = _closed() if self._closing else preparing.exception()
+            problem = closed() if self._closing else preparing.exception()
             for copy in copies:
                 if isinstance(problem, KvferryError):
                     copy.end(problem)
@@ -300,8 +286,7 @@ class Runner:
             pass  # a broken context: nothing runs any more, and the process keeps what it holds until it ends
         for launch in self._in_flight:
             for copy in launch.copies:
-                settle(copy.quiet)
-                settle(copy.done, error=_closed())
+                copy.end(closed())
 
     def _compile(self, shapes: Sequence[Shape]) -> None:
         if shapes and not self._closing:
@@ -340,16 +325,5 @@ class Runner:
             region.close()
 
 
-def _closed() -> KvferryError:
-    return Unavailable("copies_closed", "the engine whose copies these are has ended")
-
-
-def given_up() -> KvferryError:
-    return Conflict("abandoned", "the copy was given up")
-
-
-def typed(error: Exception) -> KvferryError:
-    """What a copy may raise is of many kinds; one of ours stays."""
-    if isinstance(error, KvferryError):
-        return error
-    return Internal("copy_failed", f"the copy failed: {type(error).__name__} {error}"[:500])
+Copies = HostCopies | Runner
+"""Two implementations of one shape: `start`, `prepare`, `zeros`, `close`."""

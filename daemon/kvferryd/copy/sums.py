@@ -19,9 +19,9 @@ from kvferry.memory import cuda
 from kvferryd.aio import Worker, submit
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.chunks import Chunk
+from kvferryd.copy.copying import CLOSE_S, typed
 from kvferryd.copy.cuda import Copier, load
 from kvferryd.copy.host import copy
-from kvferryd.copy.runner import CLOSE_S, typed
 
 SLICE_NBYTES = 1 << 20
 """A host's chunk, and what it sums at once: keys and buffer stay in the cache."""

@@ -20,8 +20,9 @@ from kvferry.wire import manifest_to_proto
 from kvferryd.aio import beside
 from kvferryd.config import Config
 from kvferryd.copy import Move, cut, mapped, sample
+from kvferryd.copy.copying import HostCopies
 from kvferryd.copy.cuda import erase
-from kvferryd.copy.runner import Runner
+from kvferryd.copy.runner import STAGING_FACTOR, Copies, Runner
 from kvferryd.copy.sums import Sums
 from kvferryd.ending import Step
 from kvferryd.engine.session import Session
@@ -30,7 +31,6 @@ from kvferryd.memory import Provider
 from kvferryd.observe import logs
 from kvferryd.plan import Plan, plan
 from kvferryd.staging.arena import Arena
-from kvferryd.staging.copies import STAGING_FACTOR, Copies, GpuCopies, HostCopies
 from kvferryd.staging.share import Pairings, prepare_gather, prepare_scatter
 from kvferryd.transport.agent import Agent
 
@@ -166,7 +166,7 @@ class Engine:
             Step("make no arena", self._make_no_arena),
             Step("clear the words of its leases", self.leases.words.close),
         ]
-        steps = [*first, *_stops(self.sums, self.copies, self.runner, self.agent, lambda: self.arena)]
+        steps = [*first, *_stops(self.sums, self.copies, self.agent, lambda: self.arena)]
         return await self.session.stop(steps, lambda: self.arena)
 
     async def _make_no_arena(self) -> None:
@@ -232,8 +232,7 @@ async def make(
         await agent.start()
         if gpu is not None:
             try:
-                runner = await Runner.started(gpu, config.programs)
-                copies = GpuCopies(runner)
+                copies = runner = await Runner.started(gpu, config.programs)
             except KvferryError as error:  # it can still be read and filled directly
                 unmapped = str(error)
                 notes.append(f"no mapped transfers: {error}")
@@ -255,7 +254,7 @@ async def make(
         await _rehearse(manifest, runner, arena, sums if config.checksum else None, session.addresses)
         session.check_open()
     except BaseException:
-        await session.stop(_stops(sums, copies, runner, agent, lambda: arena), lambda: arena)
+        await session.stop(_stops(sums, copies, agent, lambda: arena), lambda: arena)
         raise
     engine = Engine(
         *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
@@ -302,7 +301,7 @@ async def _made_arena(
         )  # fmt: skip
     region = await session.made(lambda: memory.allocate(config.arena_mb << 20))
     try:
-        return Arena(region, GpuCopies(runner) if runner is not None else HostCopies())
+        return Arena(region, runner or HostCopies())
     except KvferryError:  # too small for its slots
         await session.give_back({"its arena": region})
         raise
@@ -313,9 +312,7 @@ def _reader_key(secret: bytes, source: str) -> bytes:
     return hmac.digest(secret, source.encode(), hashlib.sha256)
 
 
-def _stops(
-    sums: Sums, copies: Copies, runner: Runner | None, agent: Agent, arena: Callable[[], Arena | None]
-) -> list[Step]:
+def _stops(sums: Sums, copies: Copies, agent: Agent, arena: Callable[[], Arena | None]) -> list[Step]:
     """In this order: what is launched ends, then what is read, then the arena, which copies from and into the regions.
     Each says whether it has stopped."""
 
@@ -323,7 +320,7 @@ def _stops(
         made = arena()
         return made is None or await made.close()
 
-    steps = [Step("close its checksums", sums.close), Step("close its copies", copies.close)]
-    if runner is not None:
-        steps.append(Step("close its runner", runner.close))
-    return [*steps, Step("close its agent", agent.close), Step("close its arena", close_arena)]
+    return [
+        Step("close its checksums", sums.close), Step("close its copies", copies.close),
+        Step("close its agent", agent.close), Step("close its arena", close_arena),
+    ]  # fmt: skip

@@ -18,7 +18,7 @@ from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import Timer, beside, when_done
 from kvferryd.copy import Chunk
-from kvferryd.copy.runner import Copying
+from kvferryd.copy.copying import Copying
 from kvferryd.observe import logs
 from kvferryd.plan import Plan
 from kvferryd.staging.arena import SLOT_ALIGN, Arena, Slot, Use

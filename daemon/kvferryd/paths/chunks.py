@@ -32,19 +32,17 @@ class ChunkStream:
         pair: Callable[[str], Coroutine[None, None, str]],
     ) -> None:  # fmt: skip
         """pair: gives another pairing for one that was forgotten. Raises KvferryError when the reading is over."""
-        source = reader.source
-        assert source.staging is not None
-        self.rank, self.chunks, self.agent_name = source.rank, chunks, source.agent_name
+        assert reader.source.staging is not None
+        self.source, self.chunks = reader.source, chunks
         self.problem: KvferryError | None = None
         """Why not all of them have come, or are not proven."""
-        self.span = source.staging.span
+        self.span = reader.source.staging.span
         """The source's arena."""
-        self._address = source.address
-        self._loop = asyncio.get_running_loop()
-        self._packed: list[asyncio.Future[peer_pb2.Packed]] = [self._loop.create_future() for _ in chunks]
+        create_future = asyncio.get_running_loop().create_future
+        self._packed: list[asyncio.Future[peer_pb2.Packed]] = [create_future() for _ in chunks]
         self._wanted_at = [0.0] * len(chunks)
         self._in_time = True
-        self._vouched: asyncio.Future[None] = self._loop.create_future()
+        self._vouched: asyncio.Future[None] = create_future()
         self._reader, self._opening, self._pair = reader, opening, pair
         self._pairing = Tasks()
         """Pairs anew, or has; a gather that has begun since may find that forgotten as well."""
@@ -135,7 +133,7 @@ class ChunkStream:
         self._stream.settle(self._take)
 
     def _fail_broken(self, why: str) -> None:
-        self.fail(Conflict("protocol", f"peer {self._address} {why}", field="pack"))
+        self.fail(Conflict("protocol", f"peer {self.source.address} {why}", field="pack"))
 
     @property
     def may_begin_again(self) -> bool:

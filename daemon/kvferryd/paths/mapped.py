@@ -26,7 +26,7 @@ class Mapped:
         def batches() -> list[Batch]:
             return mapped(moves(bound), sources, own) + zeros(bound.left, runner.zeros, own)
 
-        copy = runner.copy(bound.nbytes + bound.left.nbytes, batches, move.priority)
+        copy = runner.start(bound.nbytes + bound.left.nbytes, batches, move.priority, runner.programs)
         move.flights.append(copy)
         await copy.done
         return Moved(move.ranks)

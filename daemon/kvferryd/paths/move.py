@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvferry.errors import KvferryError
 from kvferry.tables import Tables
-from kvferryd.copy.runner import Copying
+from kvferryd.copy.copying import Copying
 from kvferryd.engine import Engine
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peer import PeerEngine

@@ -3,10 +3,9 @@ kvferry.protocol.reading decides what is asked, and by which lease it goes."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvferry.errors import Conflict, KvferryError
 from kvferry.protocol import reading as r
@@ -14,7 +13,7 @@ from kvferry.protocol.reading import Following, Seen
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferry.wire import problem_from_proto, tables_from_proto
-from kvferryd.aio import beside
+from kvferryd.aio import Timer, beside
 from kvferryd.ending import tried
 from kvferryd.observe.logs import UNTRACED, Trace
 from kvferryd.peers.contact import of_peer
@@ -23,18 +22,11 @@ from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.plan import Bound, Plan, bind, left
 from kvferryd.transport.agent import Agent
 
+if TYPE_CHECKING:
+    from kvferryd.paths.chunks import ChunkStream
+
 BOUND_AS_ONE = 4
 """Blocks of a copy that are bound in the time in which one is cut or expanded (see `aio.FEW`)."""
-
-
-class Packing(Protocol):
-    """What is gathered of the lease, as its reader follows it."""
-
-    def on_reply(self, reply: peer_pb2.PackReply) -> None: ...
-
-    def fail(self, why: KvferryError) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class SourceReader:
@@ -52,10 +44,10 @@ class SourceReader:
         self.number = 0
         """Of this reading on its stream."""
         self._stream: ReaderStream | None = None
-        self._later: asyncio.TimerHandle | None = None
+        self._later = Timer(lambda: tell(r.Due()))
         self._carrier: peer_pb2.PackOpen | None = None
         """The message that opens the lease as well."""
-        self._chunks: Packing | None = None
+        self._chunks: ChunkStream | None = None
         self._gathers = 0
 
     @property
@@ -66,7 +58,7 @@ class SourceReader:
         """Do what the machine says."""
         match effect:
             case r.OpenLater(at):
-                self._later = asyncio.get_running_loop().call_at(at, self._tell, r.Due())
+                self._later.set(at)
             case r.Open():
                 self._open(effect)
             case r.Close():
@@ -95,11 +87,9 @@ class SourceReader:
         close_reading(self.source, said, self.read.request_id, self.attempt, self._stream, self.number, self._trace)
 
     def end_timer(self) -> None:
-        if self._later is not None:
-            self._later.cancel()
-            self._later = None
+        self._later.set(None)
 
-    def gather(self, chunks: Packing, opening: peer_pb2.PackOpen) -> tuple[int, ReaderStream]:
+    def gather(self, chunks: ChunkStream, opening: peer_pb2.PackOpen) -> tuple[int, ReaderStream]:
         """Completes the opening with the lease's last update, and sends replies to `chunks` from now on; (the gather's
         number, the stream to send on). Raises KvferryError when the reading is over: nobody would answer."""
         opening.word, opening.version = self.lease.word, self.lease.version

@@ -24,7 +24,7 @@ from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import beside, together
 from kvferryd.copy import Batch, Chunk, cut, moves, zeros
-from kvferryd.copy.runner import Copying
+from kvferryd.copy.copying import Copying
 from kvferryd.engine import Engine
 from kvferryd.paths.chunks import ChunkStream
 from kvferryd.paths.move import Flight, Move, Moved, PathName
@@ -86,7 +86,7 @@ class Staged:
         await together(journey.carry(turns) for _ in range(min(IN_FLIGHT, arena.most, len(every))))
         await together(_prove(stream) for stream in streams)
         whole = [stream for stream in streams if stream.problem is None]
-        ranks, failed = frozenset(stream.rank for stream in whole), (stream.problem for stream in streams)
+        ranks, failed = frozenset(stream.source.rank for stream in whole), (stream.problem for stream in streams)
         carried = sum(len(stream.chunks) for stream in whole)
         return Moved(ranks, carried, packed=ranks, failed=next(filter(None, failed), None))
 
@@ -174,7 +174,7 @@ class _Journey:
     def _read(self, slot: Slot, stream: ChunkStream, chunk: Chunk, packed: peer_pb2.Packed) -> Read:
         own, far = self.arena.span, stream.span
         return self.move.read(
-            stream.agent_name,
+            stream.source.agent_name,
             np.array([(slot.address, chunk.nbytes, own.device)], dtype=np.uint64),
             np.array([(packed.address, chunk.nbytes, far.device)], dtype=np.uint64),
             own.memory_type,

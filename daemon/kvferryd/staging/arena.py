@@ -13,11 +13,11 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.errors import Malformed
+from kvferry.errors import KvferryError, Malformed, Unavailable
 from kvferry.v1 import engine_pb2
 from kvferryd.aio import Timer
+from kvferryd.copy.runner import Copies
 from kvferryd.memory import Region
-from kvferryd.staging.copies import Copies, arena_closed
 from kvferryd.transport.read import Span
 
 SLOT_NBYTES = {"host": 8 << 20, "cuda": 128 << 20}
@@ -88,7 +88,7 @@ class Arena:
         """A slot, first come first served: done at once where one is free. Cancel it to wait no longer; what is done is
         to be given back. Raises KvferryError (`arena_closed`), and so does the future."""
         if self.closed:
-            raise arena_closed()
+            raise _closed()
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._waiting.append((use, future))
         self._lend()
@@ -157,7 +157,7 @@ class Arena:
         self.closed = True
         for _, future in self._waiting:
             if not future.done():
-                future.set_exception(arena_closed())
+                future.set_exception(_closed())
                 future.exception()  # retrieved: nobody may be waiting
         self._waiting.clear()
         return await self.copies.close()
@@ -176,3 +176,7 @@ def slot_nbytes(span: Span) -> int:
         why = f"a staging arena of {span.nbytes} bytes has no room for {FEWEST} slots"
         raise Malformed("bad_config", why, field="arena_mb", value=span.nbytes, remedy="raise arena_mb")
     return nbytes
+
+
+def _closed() -> KvferryError:
+    return Unavailable("arena_closed", "the staging arena is closed: its engine is gone")

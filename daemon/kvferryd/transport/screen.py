@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.errors import Full
+from kvferryd.aio import Tasks, uncut
 from kvferryd.transport import screening
 from kvferryd.transport.metadata import Metadata, malformed
 from kvferryd.transport.read import Span, TransportError, nixl_failed
@@ -49,6 +50,7 @@ class Screen:
         self._processes: set[_Process] = set()
         self._common: _Process | None = None
         """Takes all peers that come."""
+        self._tasks = Tasks()
         self._next: asyncio.Task[_Process] | None = None
         """Starts the one that takes them next: one start for all who need it, each of whom may leave."""
 
@@ -108,7 +110,7 @@ class Screen:
         if self._common is not None and not self._common.spoiled:
             return self._common
         if self._next is None:
-            self._next = asyncio.create_task(self._start_next())
+            self._next = self._tasks.spawn(self._start_next())
         return await asyncio.shield(self._next)
 
     async def _start_next(self) -> _Process:
@@ -149,9 +151,7 @@ class Screen:
     async def close(self) -> None:
         """Nothing is started any more."""
         self._closed = True
-        if self._next is not None:
-            self._next.cancel()
-            await asyncio.wait([self._next])
+        await self._tasks.end()
         self._common = None
         for process in list(self._processes):
             await self._let_go(process)
@@ -175,7 +175,8 @@ class _Process:
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self.given, self.spoiled = 0, False
         self._trials: dict[int, _Trial] = {}
-        self._reading = asyncio.create_task(self._read())
+        self._tasks = Tasks()
+        self._reading = self._tasks.spawn(self._read())
 
     @property
     def spent(self) -> bool:
@@ -227,43 +228,32 @@ class _Process:
 
     async def end(self) -> None:
         await _killed(self._process)
-        self._reading.cancel()
+        await self._tasks.end()
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:
     """A process that is in the kernel may end later than that."""
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        _not_wanted(process)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDS_S):
                 await process.wait()
 
 
-def _not_wanted(creating: asyncio.Task[asyncio.subprocess.Process]) -> None:
-    if not creating.cancelled() and creating.exception() is None:
-        with contextlib.suppress(ProcessLookupError):
-            creating.result().kill()
+def _not_wanted(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
 
 
 async def _started(until: float) -> _Process:
     """until: by the loop's clock. Raises TransportError (`transport_failed`)."""
     # Python 3.11 waits for ever when this is cancelled before the pipes are connected. It takes milliseconds.
-    creating = asyncio.create_task(
-        asyncio.create_subprocess_exec(
-            sys.executable, "-m", screening.__name__,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
-        )
+    creating = asyncio.create_subprocess_exec(
+        sys.executable, "-m", screening.__name__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
     )  # fmt: skip
     try:
-        process = await asyncio.shield(creating)
-    except asyncio.CancelledError:
-        creating.add_done_callback(_not_wanted)
-        await asyncio.wait([creating])
-        if creating.exception() is None:
-            await _killed(creating.result())
-        raise
+        process = await uncut(creating, _not_wanted)
     except OSError as error:
         why = f"the process that tries peers' metadata cannot be started: {error}"
         remedy = "raise the daemon's limits (descriptors, memory, processes)"

@@ -1,4 +1,4 @@
-"""Copies between staging slots and the cache: two implementations of one shape.
+"""Copies on their way, and those on host memory; those on a GPU are in `kvferryd.copy.runner`.
 
 Memory that a copy is still in must not be lent to others: nothing of what `start` returns runs any more when it is
 quiet, whatever has become of those who waited for it.
@@ -9,22 +9,43 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from kvferry.errors import KvferryError, Unavailable
-from kvferryd.aio import Worker
-from kvferryd.copy import Batch, host
-from kvferryd.copy.runner import CLOSE_S, Copying, Runner, given_up, typed
+from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
+from kvferryd.aio import Worker, settle
+from kvferryd.copy import host
+from kvferryd.copy.batch import Batch
 from kvferryd.observe import logs
 
 log = logs.get(__name__)
+CLOSE_S = 10.0
 Build = Callable[[], Sequence[Batch]]
-"""Makes the batches. Called on the thread that copies, perhaps more than once."""
+"""Makes the batches when it is a copy's turn; perhaps more than once."""
 
-STAGING_FACTOR = 2
-"""SMs of a staging copy, in units of what `programs` grants a mapped one. A program has 128 KiB in flight; mapped, that
-is some 23 GB/s over NVLink, and 16 programs fill the link (copy.cuda). In local memory a chunk of 64 MiB should take
-well less than its READ does (0.2 ms at 300 GB/s; measured: 619 GB/s, 0.1 ms, with all SMs), for the first
-gather and the last scatter of a transfer overlap with nothing."""
+
+@dataclass(slots=True, eq=False)
+class Copying:
+    """A copy on its way, here or on a host's thread. `quiet`: nothing of it runs any more. `done`, a moment later: all
+    is copied, or why not."""
+
+    nbytes: int
+    done: asyncio.Future[None]
+    quiet: asyncio.Future[None]
+    seconds: float = 0.0
+    """From launch to end."""
+    phase: str = "copy"
+    launched_at: float = 0.0
+    abandoned: bool = False
+
+    def abandon(self) -> None:
+        """Not launched if it has not been. Otherwise it goes on, until `quiet`."""
+        self.abandoned = True
+
+    def end(self, problem: KvferryError | None = None) -> None:
+        if self.launched_at:
+            self.seconds = time.monotonic() - self.launched_at
+        settle(self.quiet)
+        settle(self.done, error=problem)
 
 
 class HostCopies:
@@ -40,9 +61,9 @@ class HostCopies:
         self._worker = Worker("staging")
 
     def start(self, nbytes: int, build: Build, priority: int = 0) -> Copying:
-        """Run what `build` makes; `nbytes` is its size. Higher priority goes first. May raise KvferryError at once."""
+        """Run what `build` makes, on the thread; `nbytes` is its size. May raise KvferryError at once."""
         if self._closed:
-            raise arena_closed()
+            raise closed()
         loop = asyncio.get_running_loop()
         copy = Copying(nbytes, loop.create_future(), loop.create_future())
 
@@ -69,29 +90,16 @@ class HostCopies:
         return await self._worker.close(CLOSE_S)
 
 
-class GpuCopies:
-    """On a GPU: through the engine's runner, which its mapped copies share. The engine closes it."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    @property
-    def zeros(self) -> int:
-        return self._runner.zeros
-
-    def start(self, nbytes: int, build: Build, priority: int = 0) -> Copying:
-        return self._runner.copy(nbytes, build, priority, STAGING_FACTOR * self._runner.programs)
-
-    async def prepare(self, batches: Sequence[Batch]) -> None:
-        await self._runner.prepare(batches)
-
-    async def close(self) -> bool:
-        """Nothing of its own: the runner tells whether it has ended every copy."""
-        return True
+def closed() -> KvferryError:
+    return Unavailable("copies_closed", "the engine whose copies these are has ended")
 
 
-Copies = HostCopies | GpuCopies
+def given_up() -> KvferryError:
+    return Conflict("abandoned", "the copy was given up")
 
 
-def arena_closed() -> KvferryError:
-    return Unavailable("arena_closed", "the staging arena is closed: its engine is gone")
+def typed(error: Exception) -> KvferryError:
+    """What a copy may raise is of many kinds; one of ours stays."""
+    if isinstance(error, KvferryError):
+        return error
+    return Internal("copy_failed", f"the copy failed: {type(error).__name__} {error}"[:500])
