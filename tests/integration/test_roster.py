@@ -95,7 +95,7 @@ async def test_rank_0_says_why_another_rank_is_not_there(
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ((), "roster is this daemon's own address, and rank 1 finds no other: set it to the peer address of rank 0"),
+        ((), "roster is this daemon's own address, and rank 1 finds no other: set it to one address for all ranks"),
         (("--roster", "192.0.2.1:7411"), "roster: this daemon may not speak to 192.0.2.1:7411"),
     ],
 )
@@ -107,7 +107,7 @@ async def test_a_roster_that_is_missing_or_forbidden_is_told_by_readyz_and_the_l
     async with RouterClient(daemon.url) as router:
         reasons = (await router.ready()).reasons
     assert any(reason.startswith(f"engine astray: {why}") for reason in reasons), reasons
-    assert "roster cannot be joined" in daemon.log.read_text()
+    assert "roster is not whole yet" in daemon.log.read_text()
 
 
 async def test_a_roster_that_names_the_rest_port_is_told_so(

@@ -120,6 +120,17 @@ async def test_what_breaks_over_a_change_does_not_end_the_joining() -> None:
         assert len(changes) == 2 and engine.members
 
 
+@pytest.mark.parametrize("roster", [OWN, None])
+async def test_any_daemon_may_keep_the_roster_of_all_ranks(roster: str | None) -> None:
+    """The first one of `kvferry host` does, whatever the rank of its engine."""
+    config, engine = Config(roster=roster, advertise=OWN), first_of("127.0.0.1:1", "127.0.0.1:2")
+    keeping, engine.rank = Roster(config, Channels(config), Seed(), "instance", lambda engine: None), 1
+    engine.set_members({1: OWN}, {})
+    assert "rank 1 finds no other: set it to one address for all ranks" in keeping.fault(engine)
+    engine.set_members({1: OWN, 2: "127.0.0.1:2"}, {})
+    assert not keeping.fault(engine), "rank 0 has not come yet, and joins here as rank 2 did"
+
+
 async def test_a_rank_is_a_member_while_any_stream_of_its_daemon_is_open() -> None:
     """A renewal's stream may come before the one that it replaces, and either may end first."""
     seed = Seed()

@@ -189,7 +189,7 @@ class Roster:
         joined = asyncio.Event()
         if engine.world_size > 1:
             if fault := self.fault(engine):
-                log.warning("roster cannot be joined", engine_id=engine.engine_id, rank=engine.rank, why=fault)
+                log.info("roster is not whole yet", engine_id=engine.engine_id, rank=engine.rank, why=fault)
             self._joinings.setdefault(engine, Tasks()).spawn(self._follow(engine, joined))
         return joined
 
@@ -232,11 +232,12 @@ class Roster:
     def fault(self, engine: Engine) -> str:
         """What is wrong with the setting where ranks are missing, and what to do; empty where nothing is."""
         seed = self._config.roster
-        if not engine.missing_ranks() or (engine.rank == 0 and seed in (None, self._config.advertise)):
+        if not engine.missing_ranks():
             return ""
-        if seed in (None, self._config.advertise):
+        if seed in (None, self._config.advertise):  # any daemon may keep the roster of all ranks: see `kvferry host`
             what = "is not set" if seed is None else "is this daemon's own address"
-            return f"roster {what}, and rank {engine.rank} finds no other: set it to the peer address of rank 0"
+            why = f"roster {what}, and rank {engine.rank} finds no other: set it to one address for all ranks"
+            return "" if engine.rank == 0 or engine.members.keys() - {engine.rank} else why
         try:
             allow.check(seed, self._config.allow_peers)
         except KvferryError as error:
