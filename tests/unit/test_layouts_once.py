@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections import defaultdict
+from typing import Any
 
+import grpc
 import pytest
 from caches import attention, cache
 from test_channels_of_ranks import first_of
 
 from kvferry.manifest import Manifest
-from kvferry.v1 import layout_pb2
+from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_to_proto
 from kvferryd.config import Config
 from kvferryd.engine import registration
+from kvferryd.peers import peer
 from kvferryd.peers.channels import Channels
 from kvferryd.peers.introduce import Introductions
+from kvferryd.plan import plan
 
 pytestmark = pytest.mark.anyio
 
@@ -59,3 +64,37 @@ async def test_a_large_manifest_is_written_once_for_all_peers_and_not_by_the_loo
     assert by is not threading.current_thread()
     small = first_of()
     assert await small.described() == manifest_to_proto(small.manifest) and wrote[1] is threading.current_thread()
+
+
+class Planner(peer_pb2_grpc.PeerServicer):
+    async def Pair(self, request: Any, context: Any) -> peer_pb2.PairReply:
+        return peer_pb2.PairReply(pairing=f"{len(request.sources)} {request.engine_id} {request.epoch}")
+
+
+async def test_a_large_plan_is_written_once_for_all_ranks_and_not_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrote: list[threading.Thread] = []
+
+    def write(manifest: Manifest) -> layout_pb2.Manifest:
+        wrote.append(threading.current_thread())
+        return manifest_to_proto(manifest)
+
+    monkeypatch.setattr(peer, "manifest_to_proto", write)
+    server, engine, channels = grpc.aio.server(), first_of(), Channels(Config())
+    peer_pb2_grpc.add_PeerServicer_to_server(Planner(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    manifests = [cache(*attention(layers=range(100)), engine="p", rank=rank, of=2) for rank in range(2)]
+    ranks = {
+        each.rank: peer.PeerRank(channels.open(address), each, 1, "", "", b"", {}, peer_pb2.ReadOpening())
+        for each in manifests
+    }
+    planned = plan(manifests, cache(*attention(layers=range(100)), engine="e"))
+    of_two = peer.PeerEngine("p", "1", ranks, planned, engine, defaultdict(float))
+    given_up = asyncio.ensure_future(of_two.pair(ranks[0], 60.0))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    names = await asyncio.gather(*(of_two.pair(rank, 60.0) for rank in ranks.values()))
+    assert names == ["2 p 1", "2 p 1"] == [await of_two.pair(ranks[0], 60.0, forgotten=names[0]), names[1]]
+    assert len(wrote) == 3 and set(wrote).isdisjoint([threading.current_thread()])
+    await of_two.close()
+    await asyncio.gather(channels.close(), server.stop(0))

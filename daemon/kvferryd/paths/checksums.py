@@ -55,7 +55,7 @@ async def _theirs(reader: SourceReader, peer: PeerEngine, wanted: peer_pb2.PackO
     source = reader.source
     loop = asyncio.get_running_loop()
     while True:
-        wanted.pairing = await source.pair(peer.plan, max(0.0, deadline - loop.time()), wanted.pairing)
+        wanted.pairing = await peer.pair(source, max(0.0, deadline - loop.time()), wanted.pairing)
         asked = peer_pb2.SumRequest(engine_id=peer.engine_id, epoch=peer.epoch, wanted=wanted, wide=True)
         try:
             async with asking(source.channel.contact):

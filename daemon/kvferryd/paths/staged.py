@@ -65,7 +65,7 @@ class Staged:
         chunk_nbytes = _chunk_nbytes(bound.nbytes, stagings, arena.slot_nbytes)
         readers = [reader for reader in move.readers if reader.source.rank in move.ranks]
         timeout_s = max(0.0, move.deadline - asyncio.get_running_loop().time()) + GRACE_S
-        pair = {reader.source.rank: functools.partial(reader.source.pair, peer.plan, timeout_s) for reader in readers}
+        pair = {reader.source.rank: functools.partial(peer.pair, reader.source, timeout_s) for reader in readers}
         pairings = {rank: await known() for rank, known in pair.items()}
         by_rank: dict[int, list[Chunk]] = defaultdict(list)
         for chunk in await beside(bound.segment_count, lambda: cut(moves(bound), chunk_nbytes)):

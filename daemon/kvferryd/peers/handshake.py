@@ -174,15 +174,15 @@ class Handshakes:
             if engine.runner is not None and not peer.unmapped:
                 await engine.runner.prepare(mapped(sample(planned), peer.mapped_addresses(), own))
             if engine.arena is not None and (peer.unmapped or self._config.way == "staged"):
-                await asyncio.gather(*(self._pair(rank, planned) for rank in read if rank.staging))
+                await asyncio.gather(*(self._pair(rank, peer) for rank in read if rank.staging))
                 await prepare_scatter(engine.arena, planned, own)
 
-    async def _pair(self, rank: PeerRank, planned: Plan) -> None:
+    async def _pair(self, rank: PeerRank, peer: PeerEngine) -> None:
         """The first staged transfer tries again if this fails."""
         try:
-            await rank.pair(planned, self._config.connect_timeout_s + COMPILE_S)
+            await peer.pair(rank, self._config.connect_timeout_s + COMPILE_S)
         except KvferryError as error:
-            log.info("not staged yet", engine_id=rank.manifest.engine_id, rank=rank.rank, why=str(error))
+            log.info("not staged yet", engine_id=peer.engine_id, rank=rank.rank, why=str(error))
 
     async def _while_it_lives(self, rank: PeerRank, peer: PeerEngine, work: Awaitable[None]) -> None:
         """What NIXL says of a peer that has gone meanwhile is not what is wrong with it."""

@@ -21,9 +21,11 @@ from kvferry.protocol.peers import Peer
 from kvferry.protocol.peers_events import Home
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_to_proto
+from kvferryd.aio import beside
 from kvferryd.copy.runner import Runner
 from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
+from kvferryd.engine.registration import COMPONENT_AS
 from kvferryd.memory import Probe
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel
@@ -114,24 +116,6 @@ class PeerRank:
     def lost(self) -> bool:
         """Whether the source has ended the stream. Another daemon, with other memory, may answer at its address now."""
         return self._stream is not None and self._stream.over
-
-    async def pair(self, plan: Plan, timeout_s: float, forgotten: str = "") -> str:
-        """Have this rank plan as we did, once: both ends then know what a staging slot carries. Its name for the plan,
-        which others may find forgotten meanwhile. forgotten: a name that it does not know any more. Raises
-        KvferryError."""
-        if self.pairing not in ("", forgotten):
-            return self.pairing
-        sources = [manifest_to_proto(source) for source in plan.sources.values()]
-        request = peer_pb2.PairRequest(
-            engine_id=self.manifest.engine_id, epoch=self.manifest.epoch, sources=sources,
-            destination=manifest_to_proto(plan.destination),
-        )  # fmt: skip
-        if forgotten:
-            log.info("plan forgotten by its source", engine_id=self.manifest.engine_id, rank=self.rank)
-        async with asking(self.channel.contact):
-            reply = await self.stub.Pair(request, timeout=timeout_s)
-        self.pairing = reply.pairing
-        return reply.pairing
 
     async def map(self, engine: Engine, timeout_s: float) -> None:
         """Map what can be mapped for this engine of ours, and keep why the rest cannot."""
@@ -235,6 +219,8 @@ class PeerEngine:
     """NIXL names loaded into our engine's agent."""
     place: Peer | None = None
     """Its machine's knowledge of it; None until it is kept."""
+    _plan_told: asyncio.Future[peer_pb2.PairRequest] | None = None
+    """The plan as all ranks are told of it, once any was."""
 
     @property
     def users(self) -> int:
@@ -269,6 +255,30 @@ class PeerEngine:
     def mapped_addresses(self) -> dict[tuple[int, int], int]:
         """Where (rank, region) begins in this process."""
         return {(number, id): each.address for number, rank in self.ranks.items() for id, each in rank.mapped.items()}
+
+    async def pair(self, rank: PeerRank, timeout_s: float, forgotten: str = "") -> str:
+        """Have this rank plan as we did, once: both ends then know what a staging slot carries. Its name for the plan,
+        which others may find forgotten meanwhile. forgotten: a name that it does not know any more. Raises
+        KvferryError."""
+        if rank.pairing not in ("", forgotten):
+            return rank.pairing
+        if forgotten:
+            log.info("plan forgotten by its source", engine_id=self.engine_id, rank=rank.rank)
+        if self._plan_told is None:  # written once for all ranks, and not by the loop where that takes long
+            manifests = *self.plan.sources.values(), self.plan.destination
+            self._plan_told = beside(COMPONENT_AS * sum(len(each.components) for each in manifests), self._plan_to_tell)
+        request = await asyncio.shield(self._plan_told)
+        async with asking(rank.channel.contact):
+            reply = await rank.stub.Pair(request, timeout=timeout_s)
+        rank.pairing = reply.pairing
+        return reply.pairing
+
+    def _plan_to_tell(self) -> peer_pb2.PairRequest:
+        sources = [manifest_to_proto(source) for source in self.plan.sources.values()]
+        destination = manifest_to_proto(self.plan.destination)
+        return peer_pb2.PairRequest(
+            engine_id=self.engine_id, epoch=self.epoch, sources=sources, destination=destination
+        )
 
     async def close(self) -> None:
         """Nothing reads from it any more, and our engine's agent, which unloads every peer, is closed."""

@@ -15,6 +15,7 @@ from kvferry.errors import KvferryError, PeerFailed
 from kvferry.outbox import Outbox
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
+from kvferryd.aio import Tasks, all_over
 from kvferryd.leases.record import announced_as
 from kvferryd.peers.contact import Contact, asking, of_peer
 
@@ -50,8 +51,8 @@ class ReaderStream:
         """The newest lease of each request that nobody has read or asked for since."""
         self._why: KvferryError | None = None
         self._call: _Call = stub.Read()
-        self._writing = asyncio.create_task(self._write(), name=f"to-{contact.address}")
-        self._reading = asyncio.create_task(self._read(), name=f"leases-of-{contact.address}")
+        tasks = Tasks()
+        self._writing, self._reading = tasks.spawn(self._write()), tasks.spawn(self._read())
 
     @property
     def over(self) -> bool:
@@ -112,9 +113,11 @@ class ReaderStream:
     async def close(self) -> None:
         """Send what is pending, then end the stream. Takes at most CLOSE_S."""
         self._outbox.end()
-        await asyncio.wait([self._reading], timeout=CLOSE_S)
-        self._reading.cancel()
-        await asyncio.wait([self._reading])
+        try:
+            await asyncio.wait([self._reading], timeout=CLOSE_S)
+        finally:
+            self._reading.cancel()
+        await all_over([self._reading])
 
     def _hear(self, reply: peer_pb2.ReadReply) -> None:
         if reply.HasField("announced"):
