@@ -102,13 +102,13 @@ PLANTED: dict[str, Planted] = {
     "a lease is released under its readers": (Lease, "all_read", property(under_readers)),  # type: ignore[dict-item]
     "ranks are counted across attempts": (Readers, "_go_by", nothing),
     "a reader that gave up has read": (Readers, "close", incomplete),
-    "a second update is lost": changed(Serving, "_show", without(e.Speak)),
+    "a second update is lost": changed(Serving, "show", without(e.Speak)),
     "an end is told twice": changed(Serving, "take", kept),
     "a time to live that begins anew is forgotten": (Alarms, "set", first_set_counts),
     "nothing expires": (Leases, "_settle", no_effects),
     "readers that wait are not told of the publish": (Waits, "up_to", no_effects),
     "it is forgotten that a lease has ended": changed(Leases, "_held", no_tombstone),
-    "readers are not told of an end": changed(Leases, "_end", without(e.Over)),
+    "readers are not told of an end": (Leases, "_over", no_effects),
     "a publish drops what ranks have closed of later leases": (Leases, "_publish", forgotten_with_the_lease),
     "a reader that wants more is not told of an end": (Packing, "__init__", as_if_last),
     "packing goes on when the lease has ended": (Packing, "whole", property(lambda _: True)),  # type: ignore[dict-item]
@@ -123,5 +123,5 @@ PLANTED: dict[str, Planted] = {
     "nobody watches a reader that holds slots": (Packing, "_wait_until", nothing),
     "a reader that was late is not answered": (Packing, "on", without_vouching),
     "a packing goes on beside the one that follows it": changed(Serving, "_pack", without(p.Forget)),
-    "a stream that ends leaves its readings open": changed(Serving, "_leave", without(e.Close)),
+    "a stream that ends leaves its readings open": (Leases, "close", no_effects),
 }

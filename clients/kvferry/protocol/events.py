@@ -148,68 +148,6 @@ class Leave:
     by: str = ""
 
 
-# ---- between the machines ----
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    asked: Ask
-    who: ReaderId
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """request_id, trace: of the lease, as the reader asked for it."""
-
-    left: Leave
-    who: ReaderId
-    request_id: str
-    trace: Trace
-
-
-@dataclass(frozen=True, slots=True)
-class Listen:
-    """Whether a stream is told of leases as they are published."""
-
-    stream: int
-    listening: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The lease is still to come."""
-
-    reading: Reading
-
-
-@dataclass(frozen=True, slots=True)
-class Show:
-    reading: Reading
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """The lease cannot be read any more, or never could."""
-
-    reading: Reading
-    why: KvferryError
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    stream: int
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw:
-    """The lease of this word has ended: an announcement of it need not be sent any more."""
-
-    stream: int
-    word: int
-
-
 # ---- to the shell ----
 
 
@@ -280,17 +218,8 @@ class Problem:
     why: KvferryError
 
 
-LeasesEvent: TypeAlias = (
-    Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick | Open | Close | Listen
-)
-ServingEvent: TypeAlias = Connect | Disconnect | Ask | Pack | Leave | Wait | Show | Over | Announce | Withdraw
-SourceEvent: TypeAlias = (
-    Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick
-    | Connect | Disconnect | Ask | Pack | Leave
-)  # fmt: skip
+LeasesEvent: TypeAlias = Publish | FenceOver | Refuse | Lose | Revoke | GiveUp | ReplaceWeights | Shut | Tick
+ServingEvent: TypeAlias = Connect | Disconnect | Ask | Pack | Leave
+SourceEvent: TypeAlias = LeasesEvent | ServingEvent
 SourceEffect: TypeAlias = HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Speak | p.PackingEffect
-LeasesEffect: TypeAlias = (
-    HoldWord | ClearWord | CancelFence | LeaseEnded | Served | Wait | Show | Over | Announce | Withdraw
-)
-ServingEffect: TypeAlias = Open | Close | Listen | Speak | p.PackingEffect
 Told: TypeAlias = Update | Announcement | Unpublished | Problem | p.Packed

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import assert_never
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, assert_never
 
 from kvferry.errors import Conflict, Full, KvferryError, Unavailable
 from kvferry.protocol import events as e
 from kvferry.protocol.kept import Alarms, Latest
 from kvferry.protocol.lease import Lease, lease_ended, why_over
 from kvferry.protocol.states import LeaseState
-from kvferry.protocol.values import Account, ReaderId, Reading, Sizes
+from kvferry.protocol.values import Account, ReaderId, Reading, Sizes, Trace
 from kvferry.protocol.waits import Waits
+
+if TYPE_CHECKING:
+    from kvferry.protocol.serving import Serving
 
 ANNOUNCED_TO = 4
 """A source with more readers announces nothing: most announcements would concern another reader."""
 TOMBSTONES = 4096
 """Ended leases remembered, so that a late reader fails at once instead of waiting for a publish."""
-Effects = list[e.LeasesEffect]
+Effects = list[e.SourceEffect]
 _Early = dict[ReaderId, tuple[int, str]]
 
 
 class Leases:
-    def __init__(self, limit: int) -> None:
-        """limit: leases that may be held."""
-        self.limit = limit
+    def __init__(self, limit: int, streams: Mapping[int, Serving]) -> None:
+        """limit: leases that may be held. streams: of readers, which are told of their leases."""
+        self.limit, self._streams = limit, streams
         self._live: dict[str, Lease] = {}
         self._opened: dict[Reading, tuple[Lease, ReaderId]] = {}
         self._waits = Waits(limit)
@@ -74,10 +77,6 @@ class Leases:
                 return self._publish(event, now)
             case e.FenceOver():
                 return self._fence_over(event, now)
-            case e.Open():
-                return self._open(event.asked, event.who)
-            case e.Close():
-                return self._close(event, now)
             case e.Refuse(request_id, number, why):
                 if request_id in self._live:
                     return []
@@ -97,9 +96,6 @@ class Leases:
                 return [each for lease in others for each in self._end(lease, LeaseState.REVOKED, reason, now)]
             case e.Shut():
                 return self._shut(event, now)
-            case e.Listen(stream, listening):
-                (self._audience.add if listening else self._audience.discard)(stream)
-                return []
             case e.Tick():
                 due = [self._live[request_id] for request_id in self._alarms.due(now)]
                 return [effect for lease in due for effect in self._settle(lease, now)]
@@ -138,7 +134,7 @@ class Leases:
             remembered.pop(request_id)
         for asked, who in self._waits.up_to(request_id, number):
             lease.awaited = True
-            effects += self._open(asked, who)
+            effects += self.open(asked, who)
         return effects + self._queue(lease, event, now)
 
     def _queue(self, lease: Lease, event: e.Publish, now: float) -> Effects:
@@ -164,11 +160,13 @@ class Leases:
             return []
         self._alarms.set(lease.request_id, lease.expires_at)
         view = lease.view
-        effects: Effects = [e.Show(reading, view) for reading in lease.readers.live_readings()]
+        effects: Effects = []
+        for reading in lease.readers.live_readings():
+            effects += self._streams[reading.stream].show(reading.number, view)
         whole_at_once = lease.version == 1 and not lease.more
         if whole_at_once and not (lease.awaited or lease.readers.live) and len(self._audience) <= ANNOUNCED_TO:
             lease.announced = True
-            effects += [e.Announce(stream, view) for stream in self._audience]
+            effects += [each for stream in self._audience for each in self._streams[stream].announce(view)]
         return effects + self._settle(lease, now)
 
     def _lose(self, request_id: str, number: int) -> Effects:
@@ -198,25 +196,32 @@ class Leases:
             return _lost(request_id, newest) if ended is None else why_over(ended)
         return lease_ended(request_id, f"over: its last is {newest}", number)
 
-    def _open(self, asked: e.Ask, who: ReaderId) -> Effects:
+    def listen(self, stream: int, listening: bool) -> None:
+        """Whether the stream is told of leases as they are published."""
+        (self._audience.add if listening else self._audience.discard)(stream)
+
+    def open(self, asked: e.Ask, who: ReaderId) -> Effects:
         held = self._held(asked.request_id, asked.lease)
         if held is None:
             held = self._waits.refusal(asked.request_id, who)
             if held is None:
                 self._waits.add(asked, who)
-                return [e.Wait(asked.reading)]
+                return self._streams[asked.reading.stream].wait(asked.reading.number)
         if not isinstance(held, Lease):
-            return [e.Over(asked.reading, held)]
+            return self._over(asked.reading, held)
         try:
             held.readers.open(who, asked.reading, asked.attempt, asked.by)
         except KvferryError as refused:
-            return [e.Over(asked.reading, refused.kept())]
+            return self._over(asked.reading, refused.kept())
         held.trace = asked.trace
         self._opened[asked.reading] = held, who
-        return [e.Show(asked.reading, held.view)] if held.version else []
+        return self._streams[asked.reading.stream].show(asked.reading.number, held.view) if held.version else []
 
-    def _close(self, closed: e.Close, now: float) -> Effects:
-        left, who = closed.left, closed.who
+    def _over(self, reading: Reading, why: KvferryError) -> Effects:
+        return self._streams[reading.stream].over(reading.number, why)
+
+    def close(self, left: e.Leave, who: ReaderId, request_id: str, trace: Trace, now: float) -> Effects:
+        """request_id, trace: of the lease, as the reader asked for it."""
         served: Effects = [e.Served(who.engine_id, left.nbytes)] if left.nbytes else []
         lease, _ = self._opened.pop(left.reading, (None, who))
         if lease is not None:
@@ -224,19 +229,18 @@ class Leases:
             return served + self._settle(lease, now)
         waited = self._waits.pop(left.reading) is not None
         if left.complete and (waited or not left.reading.number):
-            return served + self._finish(closed, now)
+            return served + self._finish(left, who, request_id, trace, now)
         return served
 
-    def _finish(self, closed: e.Close, now: float) -> Effects:
+    def _finish(self, left: e.Leave, who: ReaderId, request_id: str, trace: Trace, now: float) -> Effects:
         """A rank has finished without opening the lease of this number, perhaps before its publish."""
-        left, who, request_id, number = closed.left, closed.who, closed.request_id, closed.left.lease
-        lease, newest = self._live.get(request_id), self.newest(request_id)
+        number, lease, newest = left.lease, self._live.get(request_id), self.newest(request_id)
         if lease is not None and number == newest:
             try:
                 lease.readers.finish(who, left.attempt, left.by, nbytes=left.nbytes)
             except (Conflict, Full):  # another reading of this rank has it open, and closes it
                 return []
-            lease.trace = closed.trace
+            lease.trace = trace
             return self._settle(lease, now)
         if number > newest and not self._closed:
             early = (self._early.get((request_id, number)) or {}) | {who: (left.attempt, left.by)}
@@ -259,8 +263,10 @@ class Leases:
         lease = self._live.get(request_id)
         if lease is not None:
             return self._end(lease, LeaseState.REVOKED, reason, now)
-        waiting = self._waits.up_to(request_id)
-        return [e.Over(asked.reading, lease_ended(request_id, reason, asked.lease)) for asked, _ in waiting]
+        effects: Effects = []
+        for asked, _ in self._waits.up_to(request_id):
+            effects += self._over(asked.reading, lease_ended(request_id, reason, asked.lease))
+        return effects
 
     def _shut(self, event: e.Shut, now: float) -> Effects:
         self._closed = event.reason
@@ -273,7 +279,8 @@ class Leases:
         return effects
 
     def _tell_waiting(self, request_id: str, number: int, why: KvferryError) -> Effects:
-        return [e.Over(asked.reading, why.kept()) for asked, _ in self._waits.up_to(request_id, number)]
+        waiting = self._waits.up_to(request_id, number)
+        return [each for asked, _ in waiting for each in self._over(asked.reading, why.kept())]
 
     def _end(
         self, lease: Lease, state: LeaseState, reason: str, now: float, problem: KvferryError | None = None
@@ -288,9 +295,9 @@ class Leases:
         effects += [e.CancelFence(fence) for fence in fences]
         for reading in lease.readers.leave():
             del self._opened[reading]
-            effects.append(e.Over(reading, lease.over()))
-        if lease.announced:
-            effects += [e.Withdraw(stream, lease.terms.word) for stream in self._audience]
+            effects += self._over(reading, lease.over())
+        for stream in self._audience if lease.announced else ():
+            self._streams[stream].withdraw(lease.terms.word)
         return [*effects, e.LeaseEnded(account)]
 
     # ---- what must hold ----

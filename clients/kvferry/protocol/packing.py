@@ -11,11 +11,11 @@ all that the reader wants is packed by then.
 from __future__ import annotations
 
 from collections import deque
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 from kvferry.errors import Deadline, KvferryError, Malformed
 from kvferry.protocol import packing_events as p
-from kvferry.protocol.events import Pack, Speak
+from kvferry.protocol.events import Pack, SourceEffect, Speak
 from kvferry.protocol.values import Sizes, View
 
 IDLE_S = 30.0
@@ -30,7 +30,7 @@ UNREAD = 64
 """The most chunks that may be wanted and not yet read. Each takes one of the reader's slots, and our own readers use 8.
 Until the request is published, nothing else bounds how many chunks a reader may ask for."""
 OPENED, CUTTING, CUT, OVER = "opened", "cutting", "cut", "over"
-Effects: TypeAlias = list["p.PackingEffect | Speak"]
+Effects = list[SourceEffect]
 
 
 class Packing:

@@ -12,12 +12,13 @@ from typing import assert_never
 from kvferry.errors import KvferryError, Malformed
 from kvferry.protocol import events as e
 from kvferry.protocol import packing_events as p
+from kvferry.protocol.leases import Leases
 from kvferry.protocol.packing import Packing
 from kvferry.protocol.values import ReaderId, Reading, Sizes, View
 
 ANNOUNCEMENTS = 64
 """Announcements that may wait for one reader."""
-Effects = list[e.ServingEffect]
+Effects = list[e.SourceEffect]
 
 
 @dataclass(slots=True)
@@ -39,9 +40,9 @@ class _Opened:
 
 
 class Serving:
-    def __init__(self, stream: int, who: ReaderId, most: int, *, announcing: bool = False) -> None:
+    def __init__(self, leases: Leases, stream: int, who: ReaderId, most: int, *, announcing: bool = False) -> None:
         """most: readings that may be open. announcing: the reader may be told of leases that it did not ask for."""
-        self.stream, self.who, self.most, self.announcing = stream, who, most, announcing
+        self._leases, self.stream, self.who, self.most, self.announcing = leases, stream, who, most, announcing
         self._opened: dict[int, _Opened] = {}
         self._announced: dict[int, View] = {}
         """Leases that the reader may want next, by their words."""
@@ -56,11 +57,12 @@ class Serving:
         """Raises KvferryError for a message that no reader of ours sends: the stream is over."""
         match event:
             case e.Connect():
-                return [e.Listen(self.stream, True)] if self.announcing else []
+                self._leases.listen(self.stream, self.announcing)
+                return []
             case e.Disconnect():
-                listening: Effects = [e.Listen(self.stream, False)] if self.announcing else []
+                self._leases.listen(self.stream, False)
                 left = (e.Leave(Reading(self.stream, number)) for number in list(self._opened))
-                return listening + [effect for each in left for effect in self._leave(each)]
+                return [effect for each in left for effect in self._leave(each, now)]
             case e.Ask():
                 return self._ask(event)
             case e.Pack():
@@ -68,24 +70,46 @@ class Serving:
             case e.Leave():
                 self.read += event.complete and event.nbytes > 0
                 self.nbytes += event.nbytes
-                return self._leave(event)
-            case e.Wait(reading):
-                self._opened[reading.number].waits = True
-                return [e.Speak(reading)]
-            case e.Show(reading, view):
-                return self._show(self._opened[reading.number], view)
-            case e.Over(reading, why):
-                return self._over(self._opened[reading.number], why)
-            case e.Announce(_, view):
-                if len(self._announced) >= ANNOUNCEMENTS:
-                    return []
-                self._announced[view.terms.word] = view
-                return [e.Speak(Reading(self.stream, 0))]
-            case e.Withdraw(_, word):
-                self._announced.pop(word, None)
-                return []
+                return self._leave(event, now)
             case _:
                 assert_never(event)
+
+    # ---- by its leases ----
+
+    def wait(self, number: int) -> Effects:
+        """The lease is still to come."""
+        opened = self._opened[number]
+        opened.waits = True
+        return [e.Speak(opened.asked.reading)]
+
+    def show(self, number: int, view: View) -> Effects:
+        opened = self._opened[number]
+        knows = opened.view is None and opened.asked.known == view.known_by
+        opened.view, opened.untold, opened.waits = view, not knows, False
+        speak: Effects = [e.Speak(opened.asked.reading)] if opened.untold else []
+        return speak + _begun(opened)
+
+    def over(self, number: int, why: KvferryError) -> Effects:
+        """The lease cannot be read any more, or never could."""
+        opened = self._opened[number]
+        opened.view, opened.untold, opened.waits = None, False, False
+        if opened.packing is not None and opened.packing.whole:
+            opened.over = why
+            return []  # what was packed stays as good as it was
+        opened.problem = why
+        return [*_ended(opened), e.Speak(opened.asked.reading)]
+
+    def announce(self, view: View) -> Effects:
+        if len(self._announced) >= ANNOUNCEMENTS:
+            return []
+        self._announced[view.terms.word] = view
+        return [e.Speak(Reading(self.stream, 0))]
+
+    def withdraw(self, word: int) -> None:
+        """The lease of this word has ended: an announcement of it need not be sent any more."""
+        self._announced.pop(word, None)
+
+    # ---- by its reader ----
 
     def packing(self, at: p.At) -> Packing | None:
         opened = self._opened.get(at.reading.number)
@@ -117,22 +141,10 @@ class Serving:
             why = f"it is open already, or {len(self._opened)} readings are too many"
             remedy = "number readings from 1, and close those that are over"
             raise Malformed("malformed_read", why, field="open.reading", value=reading.number, remedy=remedy)
-        opened = self._opened[reading.number] = _Opened(asked)
-        return [e.Open(asked, self.who)] if asked.refused is None else self._over(opened, asked.refused)
-
-    def _show(self, opened: _Opened, view: View) -> Effects:
-        knows = opened.view is None and opened.asked.known == view.known_by
-        opened.view, opened.untold, opened.waits = view, not knows, False
-        speak: Effects = [e.Speak(opened.asked.reading)] if opened.untold else []
-        return speak + _begun(opened)
-
-    def _over(self, opened: _Opened, why: KvferryError) -> Effects:
-        opened.view, opened.untold, opened.waits = None, False, False
-        if opened.packing is not None and opened.packing.whole:
-            opened.over = why
-            return []  # what was packed stays as good as it was
-        opened.problem = why
-        return [*_ended(opened), e.Speak(opened.asked.reading)]
+        self._opened[reading.number] = _Opened(asked)
+        if asked.refused is not None:
+            return self.over(reading.number, asked.refused)
+        return self._leases.open(asked, self.who)
 
     def _pack(self, said: e.Pack) -> Effects:
         opened = self._opened.get(said.reading.number)
@@ -145,12 +157,14 @@ class Serving:
         opened.packing = Packing(said)
         return ended + _begun(opened)
 
-    def _leave(self, left: e.Leave) -> Effects:
+    def _leave(self, left: e.Leave, now: float) -> Effects:
         opened = self._opened.pop(left.reading.number, None)
-        if opened is None:
-            unopened = e.Close(left, self.who, left.request_id, left.trace)
-            return [unopened] if left.complete and not left.reading.number else []
-        return [*_ended(opened), e.Close(left, self.who, opened.asked.request_id, opened.asked.trace)]
+        if opened is not None:
+            said = opened.asked
+            return _ended(opened) + self._leases.close(left, self.who, said.request_id, said.trace, now)
+        if left.complete and not left.reading.number:
+            return self._leases.close(left, self.who, left.request_id, left.trace, now)
+        return []
 
     def check(self) -> None:
         for number, opened in self._opened.items():
@@ -174,10 +188,10 @@ def _begun(opened: _Opened) -> Effects:
     """What it packs, if it packs and there is something to pack."""
     if opened.packing is None or opened.view is None:
         return []
-    return [*opened.packing.begin(opened.view)]
+    return opened.packing.begin(opened.view)
 
 
 def _ended(opened: _Opened) -> Effects:
     """It packs nothing more."""
     packing, opened.packing = opened.packing, None
-    return [*packing.end()] if packing is not None else []
+    return packing.end() if packing is not None else []

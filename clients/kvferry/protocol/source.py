@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvferry.protocol import events as e
 from kvferry.protocol import packing_events as p
 from kvferry.protocol.leases import Leases
@@ -17,44 +15,28 @@ so the stream of one that does ends."""
 
 
 class Source:
-    """Hands on what its machines say to each other, in order, and returns what they say to the shell."""
+    """Hands each event to the machine that it is for. They call each other, and return what is said to the shell."""
 
     def __init__(self, limit: int) -> None:
         """limit: leases that may be held."""
-        self.leases = Leases(limit)
         self.streams: dict[int, Serving] = {}
+        self.leases = Leases(limit, self.streams)
 
     def on(self, event: e.SourceEvent, now: float) -> list[e.SourceEffect]:
         """Raises KvferryError, as the machines do; then nothing has changed."""
         match event:
+            case e.Ask() | e.Pack() | e.Leave():
+                return self.streams[event.reading.stream].on(event, now)
             case e.Connect(stream, who, announcing):
                 most = max(READINGS, 2 * self.leases.limit)
-                serving = self.streams[stream] = Serving(stream, who, most, announcing=announcing)
-                return self._all(serving.on(event, now), now)
+                serving = self.streams[stream] = Serving(self.leases, stream, who, most, announcing=announcing)
+                return serving.on(event, now)
             case e.Disconnect(stream):
-                serving = self.streams[stream]
-                effects = self._all(serving.on(event, now), now)
+                effects = self.streams[stream].on(event, now)
                 del self.streams[stream]
                 return effects
-            case e.Ask() | e.Pack() | e.Leave():
-                serving = self.streams[event.reading.stream]
-                return self._all(serving.on(event, now), now)
             case _:
-                return self._all(self.leases.on(event, now), now)
-
-    def _all(self, said: Iterable[e.LeasesEffect | e.ServingEffect], now: float) -> list[e.SourceEffect]:
-        effects: list[e.SourceEffect] = []
-        for each in said:
-            match each:
-                case e.Open() | e.Close() | e.Listen():
-                    effects += self._all(self.leases.on(each, now), now)
-                case e.Wait(reading) | e.Show(reading) | e.Over(reading):
-                    effects += self._all(self.streams[reading.stream].on(each, now), now)
-                case e.Announce(stream) | e.Withdraw(stream):
-                    effects += self._all(self.streams[stream].on(each, now), now)
-                case _:
-                    effects.append(each)
-        return effects
+                return self.leases.on(event, now)
 
     def take(self, reading: Reading) -> e.Told | None:
         """The next thing to tell the reader; None where nothing is left to tell."""

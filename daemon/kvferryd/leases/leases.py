@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvferry.errors import KvferryError
 from kvferry.protocol import events as e
@@ -22,17 +22,12 @@ from kvferryd.leases.record import record_of
 from kvferryd.leases.words import Words, drawn
 from kvferryd.observe import logs
 
+if TYPE_CHECKING:
+    from kvferryd.leases.stream import ServedStream
+
 log = logs.get(__name__)
 OnServed = Callable[[str, int], None]
 """Called when a reader has read more: with its engine, and how many bytes."""
-
-
-class Stream(Protocol):
-    """What one reader's stream does for its machine."""
-
-    def speak(self, reading: int) -> None: ...
-    def pack(self, effect: p.PackingEffect) -> None: ...
-    def record(self) -> InboundRecord: ...
 
 
 class Leases:
@@ -46,7 +41,7 @@ class Leases:
         self.engine_id, self.epoch, self.limit = engine_id, epoch, limit
         self.on_end, self._on_served = on_end, on_served
         self.words, self.source = Words(limit), Source(limit)
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, ServedStream] = {}
         self._numbers = itertools.count(1)
         """Of streams and fences."""
         self._fences: dict[int, asyncio.Future[None]] = {}
@@ -170,7 +165,7 @@ class Leases:
 
     # ---- for readers' streams ----
 
-    def connect(self, stream: Stream, who: ReaderId, *, announcing: bool) -> int:
+    def connect(self, stream: ServedStream, who: ReaderId, *, announcing: bool) -> int:
         """The stream's number."""
         number = next(self._numbers)
         self.streams[number] = stream
