@@ -15,6 +15,7 @@ from typing import Any
 
 from kvferry import __version__, schemas
 from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
+from kvferry.protocol.events import GiveUp, ReplaceWeights
 from kvferry.protocol.values import Account
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import engine_pb2, peer_pb2
@@ -179,7 +180,7 @@ class Ferry:
         """The engine has these from now on: what others computed is not read any more, here or from here. (leases
         revoked, transfers failed.)"""
         before, engine.weights = engine.weights, weights
-        ended = engine.leases.revoke_others(weights, f"the weights {before!r} were replaced by {weights!r}")
+        ended = engine.leases.ended_by(ReplaceWeights(weights, f"the weights {before!r} were replaced by {weights!r}"))
         failed = self.jobs.replace_weights(engine)
         about = {"leases": ended, "transfers": failed}
         log.info(
@@ -193,7 +194,7 @@ class Ferry:
         """(transfers, leases) ended on this rank. reader: who asks, where it is no rank of this engine: it ends no
         transfer, and no lease that others read."""
         if reader is not None:
-            return 0, int(engine.leases.give_up(request_id, f"aborted: {why}", reader_id(reader)))
+            return 0, engine.leases.ended_by(GiveUp(request_id, f"aborted: {why}", reader_id(reader)))
         ended = self.jobs.abort(engine, request_id, why)
         return int(ended), int(engine.leases.revoke(request_id, f"aborted: {why}"))
 

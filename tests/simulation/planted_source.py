@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from planted import Planted, changed, no_effects, nothing, without
@@ -63,7 +62,7 @@ def forgotten_with_the_lease(leases: Leases, event: Any, now: float, publish: An
 
 
 def as_if_last(packing: Packing, said: Any, init: Any = Packing.__init__) -> None:
-    init(packing, replace(said, last=True))
+    init(packing, said._replace(last=True))
 
 
 def and_given_back(effects: list[Any], packing: Packing, chunk: int, *_: Any) -> list[Any]:

@@ -239,7 +239,7 @@ REMEMBERED: dict[str, Row] = {
     ),
     "Source.streams": lambda kept: 2 * kept.others,
     "Leases.streams": lambda kept: kept("Source.streams"),
-    "Leases._streams": lambda kept: kept("Source.streams"),
+    "Leases._streams": lambda kept: 2 * kept.others,
     "Leases._audience": lambda kept: 2 * kept.others,
     "Words._free": lambda kept: kept.config.max_leases,
     "Gatherer.regions": lambda kept: kept.of("Gatherer"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvferry.errors import KvferryError
@@ -141,7 +140,7 @@ class Speaker:
 
     def finishes(self, request_id: str = "r", lease: int = 1, **left: Any) -> None:
         finished = e.Leave(Reading(self.stream, 0), complete=True, **left)
-        self.source.on(replace(finished, request_id=request_id, lease=lease))
+        self.source.on(finished._replace(request_id=request_id, lease=lease))
 
     def hears(self, reading: int = 1) -> e.Told | None:
         return self.source.source.take(Reading(self.stream, reading))

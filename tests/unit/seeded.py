@@ -33,6 +33,7 @@ from bounds import Kept
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 
 from kvferry.errors import Conflict, KvferryError
+from kvferry.protocol.events import Lose
 from kvferry.protocol.leader import GRACE_S
 from kvferry.protocol.packing import KEPT_S
 from kvferry.protocol.values import Account, Publication
@@ -613,8 +614,8 @@ class Run:
             self.stopping.append(self.world.loop.create_task(before.ferry.close()))
         daemons[rank] = after = self._daemon(engine, rank)
         if engine == "prefill":
-            lost = [(each.request_id, each.number) for each in self.published if rank in each.held]
-            self._call(after, after.engine.leases.lost, lost)
+            lost = tuple((each.request_id, each.number) for each in self.published if rank in each.held)
+            self._call(after, after.engine.leases.on, Lose(lost))
             for published in self.published:
                 published.held.discard(rank)
             self.ended = {key: how for key, how in self.ended.items() if key[0] != rank}

@@ -62,7 +62,7 @@ def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatc
                 case "own" | "ordered" | "expired" | "revoked":
                     source.publish(request_id, range(2))
                 case "lost":
-                    world.loop.call(held.lost, [(request_id, 1), (f"{request_id} too", 1)])
+                    world.loop.call(held.on, e.Lose(((request_id, 1), (f"{request_id} too", 1))))
                 case "early":
                     world.loop.call(_closes_early, held, request_id)
             match end:

@@ -927,13 +927,13 @@ class Done(RuleBasedStateMachine):
         assert not jobs.requests.sizes()["claims"]
         assert self.reader.engine is None or all(held.safe for held in self.attempts)
         assert not any(peer.users for peer in self.reader.ferry.peers_known)
-        assert not any(served.packer._slots or served.packer._asked for served in self.served)
+        assert not any(served._packers for served in self.served)
         for side in (self.source, self.reader):
             if side.engine is not None:
                 leases, arena = side.engine.leases, side.engine.arena
                 assert not len(leases) and not leases.source.sizes()["awaited"]
                 assert not any(len(each) for each in leases.source.streams.values())
-                assert leases._timer is None and not leases._fences
+                assert leases._timer._handle is None and not leases._fences
                 assert not leases.words._words.any() and len(leases.words._free) == leases.limit
                 assert arena is not None and not arena.used_nbytes and not arena.waiting
         for side in (self.reader, self.source):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
 from kvferry.protocol import packing_events as p
@@ -12,8 +12,7 @@ from kvferry.protocol.values import UNTRACED, Account, Publication, ReaderId, Re
 # ---- from the engine that publishes ----
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(NamedTuple):
     """A new lease, or more tokens of the one of this number; its terms are then those of its first publish. fence: a
     number that no other has, where readers may see it only when that fence is reached."""
 
@@ -22,8 +21,7 @@ class Publish:
     fence: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FenceOver:
+class FenceOver(NamedTuple):
     """The fence of a publish is reached; or never will be: problem."""
 
     request_id: str
@@ -32,8 +30,7 @@ class FenceOver:
     problem: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(NamedTuple):
     """It is not published. Readers that wait for it, or come for it, are told why; not of a lease that is there."""
 
     request_id: str
@@ -41,23 +38,20 @@ class Refuse:
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
-class Lose:
+class Lose(NamedTuple):
     """(request, number) of leases of the session before this one, or that could not be published since."""
 
     leases: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Revoke:
+class Revoke(NamedTuple):
     """End a lease whatever its readers do; they will find that it did not hold."""
 
     request_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(NamedTuple):
     """End a lease for one that was to read it: not while another engine reads it, or waits for its publish."""
 
     request_id: str
@@ -65,16 +59,14 @@ class GiveUp:
     who: ReaderId
 
 
-@dataclass(frozen=True, slots=True)
-class ReplaceWeights:
+class ReplaceWeights(NamedTuple):
     """End every lease that other weights than these computed."""
 
     weights: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Shut:
+class Shut(NamedTuple):
     """Nothing more will be published: end every lease and every wait for one. keep_whole: not what is published whole,
     which may still be read."""
 
@@ -90,8 +82,7 @@ class Tick:
 # ---- from one reader's stream ----
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
+class Connect(NamedTuple):
     """announcing: the reader may be told of leases that it did not ask for."""
 
     stream: int
@@ -99,15 +90,13 @@ class Connect:
     announcing: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnect:
+class Disconnect(NamedTuple):
     """Nothing of it is read any more."""
 
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """The reader opens a lease. lease: its number, 0 for whichever there is. known: of the announcement that the reader
     goes by. refused: why the message cannot be taken. by: who counts the attempt; empty for the reading engine."""
 
@@ -121,8 +110,7 @@ class Ask:
     by: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(NamedTuple):
     """The reader opens a packing of this reading. It ends the one before. chunks: how many it expects. last: it wants
     nothing else of the lease. wanted: handed on to `Cut`."""
 
@@ -133,8 +121,7 @@ class Pack:
     wanted: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(NamedTuple):
     """The reader closes a reading, or with number 0 a lease that it has not opened. complete: it has read all that it
     wanted. attempt: that it is in by now. by: as of Ask."""
 
@@ -151,42 +138,36 @@ class Leave:
 # ---- to the shell ----
 
 
-@dataclass(frozen=True, slots=True)
-class HoldWord:
+class HoldWord(NamedTuple):
     """Set the lease's word, before anybody is shown the lease."""
 
     word: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClearWord:
+class ClearWord(NamedTuple):
     """First of all that an end does: a reader that goes on must not find the word whole."""
 
     word: int
 
 
-@dataclass(frozen=True, slots=True)
-class CancelFence:
+class CancelFence(NamedTuple):
     fence: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class LeaseEnded(NamedTuple):
     """Its engine is told."""
 
     account: Account
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(NamedTuple):
     """A reader has read so many bytes, as it says."""
 
     engine_id: str
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Speak:
+class Speak(NamedTuple):
     """There is something to tell: `take` it when the stream's turn comes, until nothing is left. Number 0: an
     announcement."""
 
@@ -196,13 +177,11 @@ class Speak:
 # ---- what a reader is told ----
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
+class Announcement(NamedTuple):
     view: View
 
 
@@ -211,8 +190,7 @@ class Unpublished:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """The reading is over."""
 
     why: KvferryError

@@ -67,9 +67,6 @@ class Alarms(Generic[K]):
     def __len__(self) -> int:
         return len(self._at)
 
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._at)
-
     @property
     def entries(self) -> int:
         """How many the heap has, those that do not count any more included."""

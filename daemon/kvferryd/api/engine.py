@@ -13,6 +13,7 @@ from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.outbox import SEVERAL
 from kvferry.protocol.attempts import Attempt, replaced
+from kvferry.protocol.events import Lose, Refuse
 from kvferry.protocol.session_events import Rank
 from kvferry.protocol.values import Publication
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
@@ -169,7 +170,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session = self._session(request.session)  # which may have ended meanwhile
         engine = await self._ferry.registry.register(session, manifest)
         engine.weights = request.weights
-        engine.leases.lost((each.request_id, each.lease) for each in request.lost)
+        engine.leases.on(Lose(tuple((each.request_id, each.lease) for each in request.lost)))
         self._ferry.roster.follow(engine)
         self._ferry.peers_known.expect()
         self._ferry.known_peers.look()
@@ -191,7 +192,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             )
             remedy = "compute the request again; publish no request that an update of the weights has found under way"
             mixed = Conflict("mixed_weights", why, field="weights", value=request.weights, remedy=remedy)
-            engine.leases.refuse(request.request_id, request.lease, mixed)
+            engine.leases.on(Refuse(request.request_id, request.lease, mixed))
             raise mixed
         check_seconds("ttl_s", request.ttl_s)
         fence = self._fence(engine, request.after) if request.HasField("after") else None

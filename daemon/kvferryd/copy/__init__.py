@@ -8,7 +8,7 @@ batches of what a plan leaves: their source is a page of zeros, and they go with
 """
 
 from kvferryd.copy.batch import Batch
-from kvferryd.copy.chunks import Chunk, cut
+from kvferryd.copy.chunks import Chunk, cut, cut_by_rank
 from kvferryd.copy.moves import Move, mapped, moves, sample, zeros
 
-__all__ = ["Batch", "Chunk", "Move", "cut", "mapped", "moves", "sample", "zeros"]
+__all__ = ["Batch", "Chunk", "Move", "cut", "cut_by_rank", "mapped", "moves", "sample", "zeros"]

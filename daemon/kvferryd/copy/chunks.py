@@ -32,27 +32,22 @@ class Piece:
     rows: int
     offset: int
 
-    def gather(self, region: int, slot: int) -> Batch:
-        """From a region at this address to a slot at that."""
-        return self._batch(self._part(self.move.batch.source, region), self._packed(slot))
+    def source(self, regions: Mapping[int, int]) -> Side:
+        return self._part(self.move.batch.source, regions[self.move.source_region])
 
-    def scatter(self, slot: int, region: int) -> Batch:
-        return self._batch(self._packed(slot), self._part(self.move.batch.destination, region))
+    def destination(self, regions: Mapping[int, int]) -> Side:
+        return self._part(self.move.batch.destination, regions[self.move.destination_region])
 
-    def collect(self, region: int, slot: int) -> Batch:
-        """What a scatter has written, back into a slot."""
-        return self._batch(self._part(self.move.batch.destination, region), self._packed(slot))
+    def packed(self, slot: int) -> Side:
+        nbytes = self.move.batch.nbytes
+        starts = np.arange(self.segments, dtype=np.int64) * (self.rows * nbytes)
+        return Side(slot + self.offset + starts, packed(self.rows, nbytes))
 
-    def _batch(self, source: Side, destination: Side) -> Batch:
+    def batch(self, source: Side, destination: Side) -> Batch:
         return Batch(self.move.batch.nbytes, self.rows, source, destination)
 
     def _part(self, side: Side, region: int) -> Side:
         return side.part(self.first, self.segments, self.first_row).at(region)
-
-    def _packed(self, slot: int) -> Side:
-        nbytes = self.move.batch.nbytes
-        starts = np.arange(self.segments, dtype=np.int64) * (self.rows * nbytes)
-        return Side(slot + self.offset + starts, packed(self.rows, nbytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,26 +60,31 @@ class Chunk:
 
     def gather(self, sources: Mapping[int, int], slot: int) -> list[Batch]:
         """From the source's regions (addresses by region) into the slot at this address."""
-        return [piece.gather(sources[piece.move.source_region], slot) for piece in self.pieces]
+        return [piece.batch(piece.source(sources), piece.packed(slot)) for piece in self.pieces]
 
     def scatter(self, slot: int, destinations: Mapping[int, int]) -> list[Batch]:
         """From the slot at this address into the destination's regions (addresses by region)."""
-        return [piece.scatter(slot, destinations[piece.move.destination_region]) for piece in self.pieces]
+        return [piece.batch(piece.packed(slot), piece.destination(destinations)) for piece in self.pieces]
 
     def collect(self, destinations: Mapping[int, int], slot: int) -> list[Batch]:
         """From the destination's regions into a slot: what `gather` has packed, if all has arrived."""
-        return [piece.collect(destinations[piece.move.destination_region], slot) for piece in self.pieces]
+        return [piece.batch(piece.destination(destinations), piece.packed(slot)) for piece in self.pieces]
 
 
 def cut(wanted: Iterable[Move], chunk_nbytes: int) -> list[Chunk]:
-    """Chunks of at most `chunk_nbytes` (a slot, or less), in order, each of one source rank; the first of a rank that
-    fills more than two is smaller."""
+    """The chunks of all source ranks, as of `cut_by_rank`."""
+    return [chunk for chunks in cut_by_rank(wanted, chunk_nbytes).values() for chunk in chunks]
+
+
+def cut_by_rank(wanted: Iterable[Move], chunk_nbytes: int) -> dict[int, list[Chunk]]:
+    """Chunks of at most `chunk_nbytes` (a slot, or less), in order; the first of a source rank that fills more than two
+    is smaller."""
     assert chunk_nbytes >= ALIGN
     by_rank: dict[int, list[Move]] = {}
     for move in wanted:
         moves = [move] if move.batch.nbytes <= chunk_nbytes else _shorter(move, chunk_nbytes - chunk_nbytes % ALIGN)
         by_rank.setdefault(move.source_rank, []).extend(moves)
-    return [chunk for rank, found in by_rank.items() for chunk in _fill(rank, found, chunk_nbytes)]
+    return {rank: list(_fill(rank, found, chunk_nbytes)) for rank, found in by_rank.items()}
 
 
 def _fill(rank: int, wanted: Sequence[Move], chunk_nbytes: int) -> Iterator[Chunk]:

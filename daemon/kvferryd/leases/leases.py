@@ -139,28 +139,15 @@ class Leases:
             assert problem is None or isinstance(problem, KvferryError)
             self.on(e.FenceOver(request_id, number, fence, problem))
 
-    def refuse(self, request_id: str, number: int, why: KvferryError) -> None:
-        self.on(e.Refuse(request_id, number, why))
-
-    def lost(self, leases: Iterable[tuple[str, int]]) -> None:
-        self.on(e.Lose(tuple(leases)))
-
-    def give_up(self, request_id: str, reason: str, who: ReaderId) -> bool:
-        """Whether a lease has ended by it."""
-        return self._ended_by(e.GiveUp(request_id, reason, who)) > 0
-
     def revoke(self, request_id: str, reason: str) -> bool:
         """Whether a lease has ended by it."""
-        return self._ended_by(e.Revoke(request_id, reason)) > 0
-
-    def revoke_others(self, weights: str, reason: str) -> int:
-        """How many have ended by it."""
-        return self._ended_by(e.ReplaceWeights(weights, reason))
+        return self.ended_by(e.Revoke(request_id, reason)) > 0
 
     def revoke_all(self, reason: str, *, keep_whole: bool = False) -> None:
         self.on(e.Shut(reason, keep_whole))
 
-    def _ended_by(self, event: e.SourceEvent) -> int:
+    def ended_by(self, event: e.SourceEvent) -> int:
+        """How many leases end by it."""
         return sum(isinstance(effect, e.LeaseEnded) for effect in self.on(event))
 
     # ---- for readers' streams ----

@@ -1,4 +1,8 @@
-"""The three ways of moving runs, and the rule by which one is chosen."""
+"""The three ways of moving runs, and the rule by which one is chosen.
+
+A path holds no state. `refusal` says why a pair cannot take it, and is empty where it can. `move` moves everything, or
+raises KvferryError: what may still write is among the flights then, and the transfer abandons it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from kvferryd.aio import beside
 from kvferryd.engine import Engine
 from kvferryd.paths.direct import Direct
 from kvferryd.paths.mapped import Mapped
-from kvferryd.paths.move import Flight, Move, Moved, Path, PathName
+from kvferryd.paths.move import Flight, Move, Moved, PathName
 from kvferryd.paths.staged import Staged
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Bound
@@ -15,6 +19,7 @@ from kvferryd.plan.cost import COSTS, IMPORTED, cheapest
 
 __all__ = ["Flight", "Move", "Moved", "PathName", "choose", "refusals"]
 
+Path = Mapped | Staged | Direct
 PATHS: dict[PathName, Path] = {path.name: path for path in (Mapped(), Staged(), Direct())}
 """In the order in which `auto` prefers them."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Sequence
 
 from kvferry.errors import Conflict, KvferryError
 from kvferry.tables import Tables
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import together
-from kvferryd.copy import Chunk, cut, moves
+from kvferryd.copy import cut_by_rank, moves
 from kvferryd.engine import Engine
 from kvferryd.paths.source import SourceReader, bound_to
 from kvferryd.peers.contact import asking
@@ -27,17 +26,13 @@ async def compare(
     Raises KvferryError: `checksum_mismatch`, `no_checksum`, or why the lease no longer holds.
     """
     bound = await bound_to(peer.plan, readers, own, tokens)
-    by_rank: dict[int, list[Chunk]] = defaultdict(list)
-    for chunk in await asyncio.to_thread(lambda: cut(moves(bound), engine.sums.chunk_nbytes)):
-        by_rank[chunk.source_rank].append(chunk)
+    by_rank = await asyncio.to_thread(lambda: cut_by_rank(moves(bound), engine.sums.chunk_nbytes))
 
     async def of_rank(reader: SourceReader) -> None:
-        chunks = by_rank[reader.source.rank]
-        if not chunks:
+        if not (chunks := by_rank.get(reader.source.rank)):
             return
-        wanted = wanting(own, tokens, states=True, chunk_nbytes=engine.sums.chunk_nbytes)
+        wanted = wanting(own, tokens, states=True, chunk_nbytes=engine.sums.chunk_nbytes, chunks=chunks)
         wanted.request_id, wanted.word, wanted.version = reader.read.request_id, reader.lease.word, reader.lease.version
-        wanted.chunks, wanted.nbytes = len(chunks), sum(chunk.nbytes for chunk in chunks)
         theirs, ours = await asyncio.gather(
             _theirs(reader, peer, wanted, deadline),
             engine.sums.of(lambda: chunks, lambda chunk, at: chunk.collect(engine.addresses, at)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvferry.errors import KvferryError
 from kvferry.tables import Tables
@@ -77,16 +76,3 @@ class Move:
         read = self.engine.agent.read(peer, local, remote, local_type, remote_type, self.priority)
         self.flights.append(read)
         return read
-
-
-class Path(Protocol):
-    """One way of moving runs. Implementations hold no state."""
-
-    name: PathName
-
-    def refusal(self, engine: Engine, peer: PeerEngine) -> str:
-        """Why this pair cannot take it; empty where it can."""
-
-    async def move(self, move: Move) -> Moved:
-        """Move everything. Raises KvferryError; then what may still write is among the flights, and the transfer
-        abandons it."""

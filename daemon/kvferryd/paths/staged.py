@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ import numpy as np
 from kvferry.errors import KvferryError
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import beside, together
-from kvferryd.copy import Batch, Chunk, cut, moves, zeros
+from kvferryd.copy import Batch, Chunk, cut_by_rank, moves, zeros
 from kvferryd.copy.copying import Copying
 from kvferryd.engine import Engine
 from kvferryd.paths.chunks import ChunkStream
@@ -67,17 +66,13 @@ class Staged:
         timeout_s = max(0.0, move.deadline - asyncio.get_running_loop().time()) + GRACE_S
         pair = {reader.source.rank: functools.partial(peer.pair, reader.source, timeout_s) for reader in readers}
         pairings = {rank: await known() for rank, known in pair.items()}
-        by_rank: dict[int, list[Chunk]] = defaultdict(list)
-        for chunk in await beside(bound.segment_count, lambda: cut(moves(bound), chunk_nbytes)):
-            by_rank[chunk.source_rank].append(chunk)
+        by_rank = await beside(bound.segment_count, lambda: cut_by_rank(moves(bound), chunk_nbytes))
         streams = []
         for reader in readers:
             rank = reader.source.rank
             chunks = by_rank[rank]
-            assert chunks, "segments have bytes"
-            opening = wanting(move.tables, move.tokens, states=move.states, chunk_nbytes=chunk_nbytes)
-            opening.pairing, opening.chunks = pairings[rank], len(chunks)
-            opening.nbytes = sum(chunk.nbytes for chunk in chunks)
+            opening = wanting(move.tables, move.tokens, states=move.states, chunk_nbytes=chunk_nbytes, chunks=chunks)
+            opening.pairing = pairings[rank]
             streams.append(ChunkStream(reader, opening, chunks, pair[rank]))
         counts = [len(chunks) for chunks in by_rank.values()]
         # Ranks by turns, so that all sources work at once.

@@ -29,14 +29,19 @@ PAIRINGS = 64
 """Plans kept, one for all readers of one shape. A reader whose plan is forgotten pairs again."""
 
 
-def wanting(tables: Tables, tokens: tuple[int, int], *, states: bool, chunk_nbytes: int) -> peer_pb2.PackOpen:
-    """The part of a reader's opening by which a source cuts. tables: the reader's own."""
+def wanting(
+    tables: Tables, tokens: tuple[int, int], *, states: bool, chunk_nbytes: int, chunks: Sequence[Chunk] = ()
+) -> peer_pb2.PackOpen:
+    """The part of a reader's opening by which a source cuts, and what it must find. tables: the reader's own."""
     shapes = {
         group: peer_pb2.TableShape(first_token=table.first_token, blocks=len(table.block_ids))
         for group, table in tables.items()
     }
     span = layout_pb2.TokenRange(start=tokens[0], stop=tokens[1])
-    return peer_pb2.PackOpen(tokens=span, states=states, tables=shapes, chunk_nbytes=chunk_nbytes)
+    return peer_pb2.PackOpen(
+        tokens=span, states=states, tables=shapes, chunk_nbytes=chunk_nbytes, chunks=len(chunks),
+        nbytes=sum(chunk.nbytes for chunk in chunks),
+    )  # fmt: skip
 
 
 def share_of(sources: Sequence[Manifest], destination: Manifest, rank: int) -> Plan:

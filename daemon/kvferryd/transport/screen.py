@@ -12,11 +12,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.errors import Full
-from kvferryd.aio import Tasks, uncut
+from kvferryd.aio import Tasks, settle, uncut
 from kvferryd.transport import screening
 from kvferryd.transport.metadata import Metadata, malformed
 from kvferryd.transport.read import Span, TransportError, nixl_failed
@@ -157,13 +156,11 @@ class Screen:
             await self._let_go(process)
 
 
-@dataclass(slots=True, eq=False)
-class _Trial:
-    """A peer in a process. taken: it has the question, or has died; asked: it has the question."""
+class _Trial(NamedTuple):
+    """A peer in a process. asked: whether the process has the question, or has died without it."""
 
+    asked: asyncio.Future[bool]
     answer: asyncio.Future[str]
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: bool = False
 
 
 class _Process:
@@ -188,21 +185,18 @@ class _Process:
         question within `soon_s`."""
         if self._reading.done():
             return None
-        number, trial = self.given, _Trial(asyncio.get_running_loop().create_future())
+        create_future = asyncio.get_running_loop().create_future
+        number, trial = self.given, _Trial(create_future(), create_future())
         self.given += 1
         self._trials[number] = trial
         said: str | None = None
         try:
             with contextlib.suppress(ConnectionError):  # it has died, as `_read` will find
                 self._stdin.write(json.dumps([number, *question]).encode() + b"\n")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(soon_s):
-                    await trial.taken.wait()
-            if trial.asked:
-                said = LATE
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(timeout_s):
-                        said = await trial.answer
+            await asyncio.wait([trial.asked], timeout=soon_s)
+            if trial.asked.done() and trial.asked.result():
+                await asyncio.wait([trial.answer], timeout=timeout_s)
+                said = trial.answer.result() if trial.answer.done() else LATE
             return said
         finally:
             del self._trials[number]
@@ -212,19 +206,16 @@ class _Process:
         with contextlib.suppress(ValueError):  # it has died in a line
             while line := await self._stdout.readline():
                 number, said = json.loads(line)
-                trial = self._trials.get(number)
-                if trial is None or trial.answer.done():
+                if (trial := self._trials.get(number)) is None:
                     continue  # its asker has gone
                 if said == ASKED:
-                    trial.asked = True
-                    trial.taken.set()
+                    settle(trial.asked, True)
                 else:
-                    trial.answer.set_result(str(said))
+                    settle(trial.answer, str(said))
         self.spoiled = True
         for trial in self._trials.values():
-            trial.taken.set()
-            if not trial.answer.done():
-                trial.answer.set_result(DIED)
+            settle(trial.asked, False)
+            settle(trial.answer, DIED)
 
     async def end(self) -> None:
         await _killed(self._process)
