@@ -490,7 +490,8 @@ class Ferry:
             await asyncio.sleep(LOOK_S)
             now = proof.current()
             if now != before:
-                renewed = [self.peers_known.renew(), self.roster.renew(), self.jobs.renew()]
+                self.roster.renew()
+                renewed = [self.peers_known.renew(), self.jobs.renew()]
                 if now.authority != before.authority:
                     renewed.append(self._cut_off(recheck_callers))
                 before = now
@@ -509,7 +510,6 @@ class Ferry:
             [
                 Step("close the transfers", self.jobs.close),
                 Step("close the engines", self.registry.close),
-                Step("close the roster", self.roster.close),
                 Step("close the seed", self.roster.seed.close),
                 Step("close the peers", self.peers_known.close),
                 Step("write the notes", self.notes.flush),

@@ -19,6 +19,7 @@ import keeper_world
 import peers_world
 import reading_world
 import requests_world
+import roster_world
 import session_world
 import source_world
 from violation import Violation
@@ -32,6 +33,7 @@ WORLDS = {
     "peers": peers_world.World,
     "reading": reading_world.World,
     "session": session_world.World,
+    "roster": roster_world.World,
 }
 
 

@@ -12,14 +12,21 @@ import planted_keeper
 import planted_peers
 import planted_reading
 import planted_requests
+import planted_roster
 import planted_session
 import planted_source
 import pytest
 from simulate import WORLDS, Found, for_seconds, played
 
 SEED = int(os.environ["STEPWISE_SEED"])
-SECONDS = {"source": 5.0, "keeper": 2.0, "requests": 3.0, "book": 2.0, "peers": 3.0, "reading": 3.0, "session": 2.0}
-DONE = {"source": 1.0, "keeper": 0.4, "requests": 2.0, "book": 1.0, "peers": 1.0, "reading": 1.0, "session": 0.99}
+SECONDS = {
+    "source": 5.0, "keeper": 2.0, "requests": 3.0, "book": 2.0, "peers": 3.0, "reading": 3.0, "session": 2.0,
+    "roster": 1.0,
+}  # fmt: skip
+DONE = {
+    "source": 1.0, "keeper": 0.4, "requests": 2.0, "book": 1.0, "peers": 1.0, "reading": 1.0, "session": 0.99,
+    "roster": 0.99,
+}  # fmt: skip
 """Of each run: what it has to do, and does. A keeper that is told to stop is not asked for more."""
 MOST = 10_000
 """Seeds that a planted fault is looked for in."""
@@ -31,6 +38,7 @@ PLANTED = {
     "peers": planted_peers.PLANTED,
     "reading": planted_reading.PLANTED,
     "session": planted_session.PLANTED,
+    "roster": planted_roster.PLANTED,
 }
 FAULTS = [pytest.param(world, fault, id=fault) for world, faults in PLANTED.items() for fault in faults]
 

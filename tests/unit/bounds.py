@@ -186,8 +186,7 @@ UNDER_WAY: dict[str, Row] = {
     **dict.fromkeys(
         ("KnownPeers._looking", "KnownPeers._resolved", "Meeting._naming",
          "Wanted._addresses", "Wanted._met", "Wanted._asked", "Wanted._failed",
-         "Roster._challenges", "Roster._joinings", "Roster._telling", "Seed._joined",
-         "Seed._kept_out", "Roster._rest"),
+         "Roster._challenges", "Roster._places", "Roster._rest", "Rosters._rosters", "Rosters._of", "Seed._told"),
         lambda kept: 0,
     ),
 }  # fmt: skip

@@ -11,12 +11,14 @@ import grpc
 import pytest
 from test_channels_of_ranks import first_of
 
+from kvferry.protocol.roster_events import Member
+from kvferry.protocol.session_events import Rank
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.peers.channels import Channels
-from kvferryd.peers.roster import Member, Roster, Seed
+from kvferryd.peers.roster import Roster, Seed
 
 pytestmark = pytest.mark.anyio
 OWN = "127.0.0.1:7411"
@@ -67,36 +69,25 @@ async def a_roster(
             yield roster, engine, seeding
     finally:
         await roster.leave(engine)
-        await roster.close()
         await channels.close()
         await server.stop(0)
 
 
 def joinings() -> list[str]:
     names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
-    return [name for name in names if name == "Roster._follow"]
+    return [name for name in names if name == "_Place._join"]
 
 
-@pytest.mark.parametrize("first", ["leave", "close"])
-async def test_no_joining_outlives_its_engine_that_leaves_during_a_renewal(first: str) -> None:
-    async with a_roster(let_in=1) as (roster, engine, seeding):
-        await roster.follow(engine).wait()
+async def test_no_joining_outlives_its_engine_that_leaves_during_a_renewal() -> None:
+    joined = asyncio.Event()
+    async with a_roster(let_in=1, on_change=lambda engine: joined.set()) as (roster, engine, seeding):
+        roster.follow(engine)
+        await joined.wait()
         roster.say_draining(True)
         await seeding.until(joins=2)
         assert len(joinings()) == 2
-        if first == "close":
-            await roster.close()
         await roster.leave(engine)
         assert joinings() == [] and not roster._rest
-
-
-async def test_a_renewal_of_an_engine_that_leaves_is_over() -> None:
-    async with a_roster(let_in=1) as (roster, engine, seeding):
-        await roster.follow(engine).wait()
-        renewing = asyncio.create_task(roster.renew())
-        await seeding.until(joins=2)
-        await roster.leave(engine)
-        await renewing
 
 
 async def test_a_seed_that_takes_the_joining_and_says_nothing_is_asked_again_and_told_of() -> None:
@@ -108,15 +99,17 @@ async def test_a_seed_that_takes_the_joining_and_says_nothing_is_asked_again_and
 
 
 async def test_what_breaks_over_a_change_does_not_end_the_joining() -> None:
-    changes = []
+    changes, again = list[Engine](), asyncio.Event()
 
     def breaks_once(engine: Engine) -> None:
         changes.append(engine)
         if len(changes) == 1:
             raise RuntimeError("it breaks")
+        again.set()
 
     async with a_roster(2, breaks_once) as (roster, engine, _):
-        await roster.follow(engine).wait()
+        roster.follow(engine)
+        await again.wait()
         assert len(changes) == 2 and engine.members
 
 
@@ -134,15 +127,18 @@ async def test_any_daemon_may_keep_the_roster_of_all_ranks(roster: str | None) -
 async def test_a_rank_is_a_member_while_any_stream_of_its_daemon_is_open() -> None:
     """A renewal's stream may come before the one that it replaces, and either may end first."""
     seed = Seed()
-    place, member = ("e", "1", 1, 2), Member(OWN, instance="a")
-    async with aclosing(seed.join(*place, member)) as first, aclosing(seed.join("e", "1", 0, 2, member)) as watched:
-        async with aclosing(seed.join(*place, member._replace(draining=True))) as second:
+    place, member = Rank("e", "1", 1, 2), Member(OWN, instance="a")
+    async with (
+        aclosing(seed.join(place, member)) as first,
+        aclosing(seed.join(Rank("e", "1", 0, 2), member)) as watched,
+    ):
+        async with aclosing(seed.join(place, member._replace(draining=True))) as second:
             await anext(first)
             await anext(second)
             assert (await anext(watched))[1].draining
         assert (await anext(watched))[1] == member
-        async with aclosing(seed.join(*place, member._replace(instance="b"))) as anew:
+        async with aclosing(seed.join(place, member._replace(instance="b"))) as anew:
             await anext(anew)
             assert (await anext(watched))[1].instance == "b"
         assert set(await anext(watched)) == {0}, "its daemon has started anew since"
-    assert not seed._joined
+    assert not any(seed._rosters.sizes().values())

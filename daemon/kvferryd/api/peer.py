@@ -22,6 +22,7 @@ from kvferry.errors import (
     shorten,
 )
 from kvferry.manifest import Manifest
+from kvferry.protocol.session_events import Rank
 from kvferry.protocol.values import ReaderId
 from kvferry.schemas import OrderBody
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
@@ -38,7 +39,7 @@ from kvferryd.leases.record import reader_id
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
 from kvferryd.observe import logs
-from kvferryd.peers.roster import Member
+from kvferryd.peers.roster import member_of
 from kvferryd.staging.arena import Arena
 from kvferryd.staging.share import pairing_of, prepare_gather
 from kvferryd.transfers.order import attempt_from_proto, check_source, order_from_proto, reservation_from_proto
@@ -95,8 +96,8 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             )
         await self._ferry.roster.admit(request)
         seed = self._ferry.roster.seed
-        place = request.engine_id, member.epoch, member.rank, request.world_size
-        async with aclosing(seed.join(*place, Member.of(member))) as joined:
+        place = Rank(request.engine_id, member.epoch, member.rank, request.world_size)
+        async with aclosing(seed.join(place, member_of(member))) as joined:
             async for members in joined:
                 yield peer_pb2.Roster(
                     engine_id=request.engine_id,
