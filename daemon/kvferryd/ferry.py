@@ -591,17 +591,18 @@ def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
             version=rank.version,
             agent=rank.agent_name,
             ways=refused,
-            bytes_read=rank.bytes_read,
-            transfers=rank.transfers,
-            path=rank.path,
-            p50_ms=round(median(ms for ms, _ in rank.lately), 3) if rank.lately else None,
-            p99_ms=round(_p99([ms for ms, _ in rank.lately]), 3) if rank.lately else None,
-            bytes_per_s=round(median(rate for _, rate in rank.lately)) if rank.lately else None,
+            bytes_read=figures.bytes_read,
+            transfers=figures.transfers,
+            path=figures.path,
+            p50_ms=round(median(ms for ms, _ in figures.lately), 3) if figures.lately else None,
+            p99_ms=round(_p99([ms for ms, _ in figures.lately]), 3) if figures.lately else None,
+            bytes_per_s=round(median(rate for _, rate in figures.lately)) if figures.lately else None,
             **_contact_fields(rank.channel.contact, connected=rank.connected),
         )
         for peer in peers
         for refused in [refusals(peer.own, peer)]
         for rank in peer.ranks.values()
+        for figures in [rank.figures]
     ]
 
 

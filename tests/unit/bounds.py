@@ -170,8 +170,8 @@ UNDER_WAY: dict[str, Row] = {
     "Channels._closing": lambda kept: 2 * kept.others,
     "Peers._preparing": lambda kept: 2 * kept.others,
     "Pairings._making": lambda kept: kept.others,
-    "PeerRank.mapped": lambda kept: 0,
-    "PeerRank._held": lambda kept: 0,
+    "MappedMemory.regions": lambda kept: 0,
+    "MappedMemory._held": lambda kept: 0,
     "Outbox._waiting": lambda kept: 256 * kept.of("Outbox"),
     "Callers._ended": lambda kept: kept("Callers._under_way"),
     "Callers._turns": lambda kept: kept("Callers._under_way"),
@@ -255,7 +255,7 @@ REMEMBERED: dict[str, Row] = {
     "PeerEngine.loaded": lambda kept: kept.ranks * kept.of("PeerEngine"),
     "PeerEngine.ranks": lambda kept: kept.ranks * kept.of("PeerEngine"),
     "PeerEngine.took_s": lambda kept: 16 * kept.of("PeerEngine"),
-    "PeerRank.lately": lambda kept: peer.LATELY * kept.of("PeerRank"),
+    "Figures.lately": lambda kept: peer.LATELY * kept.of("Figures"),
     "PeerRank.regions": lambda kept: kept.of("PeerRank"),
     "ReaderStream._announced": lambda kept: (
         reader_stream.ANNOUNCED_NBYTES // reader_stream.LEAST_NBYTES * kept.of("ReaderStream")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
 from kvferry.protocol.attempts import Attempt, ReadingRank
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """An attempt has ended on this rank, as others are told. failed: it did not abort."""
 
     at: ReadingRank
@@ -24,8 +22,7 @@ class End:
 # ---- what it is told ----
 
 
-@dataclass(frozen=True, slots=True)
-class Lead:
+class Lead(NamedTuple):
     """An order is handed on. until: the deadline of all ranks."""
 
     part: int
@@ -36,22 +33,19 @@ class Lead:
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(NamedTuple):
     """All ranks have joined. instances: of their daemons."""
 
     part: int
     instances: Mapping[int, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Incomplete:
+class Incomplete(NamedTuple):
     part: int
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(NamedTuple):
     """A rank goes on with its part, which is kept elsewhere; or has ended it: done. code: why not."""
 
     part: int
@@ -60,8 +54,7 @@ class Heard:
     code: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Unheard:
+class Unheard(NamedTuple):
     """A rank takes no part, or cannot be followed. lost: it cannot be reached, and may go on."""
 
     part: int
@@ -70,8 +63,7 @@ class Unheard:
     lost: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
+class Again(NamedTuple):
     """The pause is over. instance: of the rank's daemon by now; None where it has left."""
 
     part: int
@@ -79,8 +71,7 @@ class Again:
     instance: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class GaveUp:
+class GaveUp(NamedTuple):
     """This rank's own part has ended, and is not done."""
 
     part: int
@@ -88,8 +79,7 @@ class GaveUp:
     failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """This rank takes no part in an attempt. until: it is told again until then."""
 
     end: End
@@ -97,39 +87,34 @@ class Refused:
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """A rank has answered what it was told; or lost: it could not be reached."""
 
     tell: int
     lost: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     """Time has passed."""
 
 
 # ---- what it says ----
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(NamedTuple):
     """Wait until all ranks have joined."""
 
     part: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """Hand the order to a rank, and hear what it says."""
 
     part: int
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(NamedTuple):
     """Before the rank is asked again."""
 
     part: int
@@ -137,8 +122,7 @@ class Pause:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     """The part of a rank is over, whatever it may say. why: None where it never had the order."""
 
     part: int
@@ -146,16 +130,14 @@ class Close:
     why: KvferryError | None
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
+class Late(NamedTuple):
     """The deadline has passed, and the rank has not ended: close its part with what it waits for."""
 
     part: int
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class StopOwn:
+class StopOwn(NamedTuple):
     """KV is of use only if all ranks have it. code: why that rank has not."""
 
     part: int
@@ -163,8 +145,7 @@ class StopOwn:
     code: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(NamedTuple):
     """After a pause."""
 
     tell: int
@@ -173,8 +154,7 @@ class Tell:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """Nothing more is asked of other ranks."""
 
     part: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
@@ -22,8 +21,7 @@ class Home(NamedTuple):
 # ---- from those who want a peer ----
 
 
-@dataclass(frozen=True, slots=True)
-class Get:
+class Get(NamedTuple):
     """The caller wants the engine that is at this address. epoch: in which it must be; empty for any. ordered: an order
     names the address."""
 
@@ -34,102 +32,88 @@ class Get:
     ordered: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Renew:
+class Renew(NamedTuple):
     """Ask the peer anew: by what proves us now. The peer is forgotten where that fails."""
 
     asker: int
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(NamedTuple):
     """The caller waits no longer."""
 
     asker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """A transfer reads from the peer from now on. The peer stays loaded until all have left."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(NamedTuple):
     """The peer is stale, or is to be forgotten."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unbind:
+class Unbind(NamedTuple):
     """The next that answers to this engine id is its owner."""
 
     engine_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """The addresses that the settings name now: whatever engine is there is to be known. To be said again and again."""
 
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Shut:
+class Shut(NamedTuple):
     """Our engine ends: nobody is asked any more, and nothing is read."""
 
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     """Time has passed."""
 
 
 # ---- from those who are asked ----
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
+class Met(NamedTuple):
     """The handshake of this number has ended well."""
 
     number: int
     home: Home
 
 
-@dataclass(frozen=True, slots=True)
-class Unmet:
+class Unmet(NamedTuple):
     """The handshake of this number has failed, and has unloaded all that it had loaded."""
 
     number: int
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
+class Over(NamedTuple):
     """No daemon there holds the engine any more."""
 
     engine_id: str
     home: Home
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """A daemon of the peer has gone, or knows our engine by a roster that is over. Transfers that use it go on."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(NamedTuple):
     """The daemon at an address that the settings name serves this engine. at: where that is to be asked."""
 
     address: str
@@ -137,8 +121,7 @@ class Named:
     at: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unnamed:
+class Unnamed(NamedTuple):
     """It does not say."""
 
     address: str
@@ -148,8 +131,7 @@ class Unnamed:
 # ---- to the shell ----
 
 
-@dataclass(frozen=True, slots=True)
-class Shake:
+class Shake(NamedTuple):
     """Begin the handshake of this number."""
 
     number: int
@@ -157,63 +139,54 @@ class Shake:
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """Cut the handshake off, and unload what it has loaded. Nothing is heard of it any more."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(NamedTuple):
     """Keep all that the handshake has made: that is the peer from now on."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unload:
+class Unload(NamedTuple):
     """Unload the peer: no transfer reads from it, now or later."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     """As Unload, where our engine's agent is closed: that unloads all."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shaken:
+class Shaken(NamedTuple):
     """The handshake is over. why: what came of it, where the peer is not kept."""
 
     number: int
     why: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     asker: Asker
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     asker: Asker
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """Ask the daemon at this address which engine it serves: `Named` or `Unnamed` is to come."""
 
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(NamedTuple):
     """An address that the settings name cannot be met. Said when the reason is another than before."""
 
     address: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
@@ -29,8 +28,7 @@ Members: TypeAlias = Mapping[int, Member]
 # ---- the seed ----
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(NamedTuple):
     """A rank's daemon has opened a stream, and may join (`Rosters.refusal`)."""
 
     stream: int
@@ -38,15 +36,13 @@ class Join:
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(NamedTuple):
     """The stream is over."""
 
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class KeptOut:
+class KeptOut(NamedTuple):
     """A rank has called, and may not join."""
 
     engine_id: str
@@ -54,8 +50,7 @@ class KeptOut:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(NamedTuple):
     """The members now. Only the last that a stream was told counts."""
 
     streams: tuple[int, ...]
@@ -68,55 +63,47 @@ SeedEvent: TypeAlias = Join | Left | KeptOut
 # ---- a member ----
 
 
-@dataclass(frozen=True, slots=True)
-class Renew:
+class Renew(NamedTuple):
     """Join, by what proves us now and with what is to be said now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """The seed has told a joining the members."""
 
     joining: int
     members: Members
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """The stream of a joining is over. why: None where the seed has ended it."""
 
     joining: int
     why: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(NamedTuple):
     """Open a stream to the seed."""
 
     joining: int
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """Close the stream of a joining, if it has one: nothing is heard of it any more."""
 
     joining: int
 
 
-@dataclass(frozen=True, slots=True)
-class Know:
+class Know(NamedTuple):
     """The members are these from now on."""
 
     members: Members
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
+class Alone(NamedTuple):
     """No joining holds. why: as the last that ended was told."""
 
     why: KvferryError

@@ -161,8 +161,8 @@ class Meeting:
 
         for rank in peer.ranks.values():
             rank.channel.contact.met()
-            if rank.mapping is not None:
-                rank.mapping.add_done_callback(gone)
+            if rank.mapped.call is not None:
+                rank.mapped.call.add_done_callback(gone)
 
     def _memory_gone(self, peer: PeerEngine) -> None:
         if not peer.stale and peer.place is not None:

@@ -605,13 +605,14 @@ class Transfer:
         read, self._read = self._read, []
         for source, nbytes, version in read:
             contact = source.channel.contact
-            source.bytes_read += nbytes
+            figures = source.figures
+            figures.bytes_read += nbytes
             if self.state is TransferState.DONE:
                 contact.answered()
-                source.transfers += 1
+                figures.transfers += 1
                 if self.path is not None and nbytes and moving_ms:
-                    source.path = self.path.value
-                    source.lately.append((took_ms, 1e3 * nbytes / moving_ms))
+                    figures.path = self.path.value
+                    figures.lately.append((took_ms, 1e3 * nbytes / moving_ms))
             elif self.problem is not None and self.problem.code == "deadline" and not version:
                 contact.failed(self.problem)
 
