@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.leases.record import announced_as
 from kvferryd.peers.contact import Contact
-from kvferryd.peers.reader_stream import ANNOUNCED_NBYTES, LEAST_NBYTES, ReaderStream
+from kvferryd.peers.reader_stream import ANNOUNCED_NBYTES, LEAST_NBYTES, Listener, ReaderStream
 
 pytestmark = pytest.mark.anyio
 LARGE = 64 << 10
@@ -39,8 +39,10 @@ class Source(peer_pb2_grpc.PeerServicer):
 
 
 @asynccontextmanager
-async def announced(*leases: tuple[str, peer_pb2.LeaseUpdate]) -> AsyncIterator[ReaderStream]:
-    """A reader's stream on which they have come."""
+async def announced(
+    *leases: tuple[str, peer_pb2.LeaseUpdate], follow: Iterable[Listener] = ()
+) -> AsyncIterator[ReaderStream]:
+    """A reader's stream on which they have come, and which is over. follow: hear of that."""
     server = grpc.aio.server(options=PEER_OPTIONS)
     peer_pb2_grpc.add_PeerServicer_to_server(Source(list(leases)), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -48,8 +50,10 @@ async def announced(*leases: tuple[str, peer_pb2.LeaseUpdate]) -> AsyncIterator[
     async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
         stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(channel)
         stream = ReaderStream(stub, Contact(address), peer_pb2.ReadOpening(), several=False)
+        for listener in follow:
+            stream.follow(listener)
         async with asyncio.timeout(60):
-            await stream._reading
+            await asyncio.wait([stream._reading])
         yield stream
     await server.stop(0)
 
@@ -102,3 +106,23 @@ async def test_nobody_goes_by_what_was_announced_of_a_lease_that_has_been_read(c
         stream.close_reading("r", closed, attempt=(1, ""), complete=False)
         update = stream.announced("r", 0)
         assert (update.lease if update is not None else 0) == kept
+
+
+class Listening:
+    def __init__(self, *, breaks: bool = False) -> None:
+        self.breaks, self.heard = breaks, list[KvferryError]()
+
+    def on_reply(self, reply: peer_pb2.ReadReply) -> None:
+        """None comes."""
+
+    def on_lost(self, why: KvferryError) -> None:
+        self.heard.append(why)
+        if self.breaks:
+            raise RuntimeError("it breaks")
+
+
+async def test_a_request_that_breaks_over_a_lost_stream_keeps_no_other_from_hearing() -> None:
+    first, second = Listening(breaks=True), Listening()
+    async with announced(follow=(first, second)) as stream:
+        assert stream.over
+    assert [each.code for each in (*first.heard, *second.heard)] == ["peer_lost", "peer_lost"]

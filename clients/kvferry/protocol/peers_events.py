@@ -194,21 +194,7 @@ class Missing(NamedTuple):
 
 
 PeersEvent: TypeAlias = (
-    Get
-    | Renew
-    | GiveUp
-    | Use
-    | Leave
-    | Forget
-    | Unbind
-    | Want
-    | Shut
-    | Tick
-    | Met
-    | Unmet
-    | Over
-    | Lost
-    | Named
-    | Unnamed
-)
+    Get | Renew | GiveUp | Use | Leave | Forget | Unbind | Want | Shut | Tick
+    | Met | Unmet | Over | Lost | Named | Unnamed
+)  # fmt: skip
 PeersEffect: TypeAlias = Shake | Stop | Keep | Unload | Close | Shaken | Found | Refused | Name | Missing

@@ -39,10 +39,9 @@ class Meeting:
         self.machine = Peers(engine.engine_id, handshakes.within_s)
         self._met: dict[int, PeerEngine] = {}
         """Peers by the number of their handshake, until they are unloaded."""
-        self._began: dict[int, float] = {}
         self._shaking, self._naming, self._unloading = Tasks(), Tasks(), Tasks()
-        self._stops: dict[int, Callable[[], object]] = {}
-        """Cancels each handshake that is under way."""
+        self._under_way: dict[int, tuple[asyncio.Task[None], float]] = {}
+        """Handshakes by number, and when each began."""
         self._answers: dict[int, asyncio.Future[PeerEngine]] = {}
         """By caller."""
         self._callers = itertools.count(1)
@@ -116,15 +115,14 @@ class Meeting:
     def _do(self, effect: e.PeersEffect) -> None:
         match effect:
             case e.Shake(number, engine_id, address):
-                self._began[number] = time.monotonic()
-                self._stops[number] = self._shaking.spawn(self._shake(number, engine_id, address)).cancel
+                shaking = self._shaking.spawn(self._shake(number, engine_id, address))
+                self._under_way[number] = shaking, time.monotonic()
             case e.Stop(number):
-                self._stops[number]()
+                self._under_way[number][0].cancel()
             case e.Keep(number):
                 self._keep(number)
             case e.Shaken(number, why):
-                del self._stops[number]
-                self._metrics.handshake(why.code if why else "ok", time.monotonic() - self._began.pop(number))
+                self._metrics.handshake(why.code if why else "ok", time.monotonic() - self._under_way.pop(number)[1])
                 self._on_shaken()
             case e.Unload(number):
                 self._unloading.spawn(self._met.pop(number).unload())
@@ -151,7 +149,7 @@ class Meeting:
         took_ms = {step: round(1e3 * seconds, 1) for step, seconds in peer.took_s.items()}
         log.info(
             "peer met", engine_id=peer.engine_id, epoch=peer.epoch, ranks=len(peer.ranks), unmapped=peer.unmapped,
-            took_ms=took_ms | {"total": round(1e3 * (time.monotonic() - self._began[number]), 1)},
+            took_ms=took_ms | {"total": round(1e3 * (time.monotonic() - self._under_way[number][1]), 1)},
         )  # fmt: skip
         loop = asyncio.get_running_loop()
 

@@ -16,6 +16,7 @@ from kvferry.outbox import Outbox
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.aio import Tasks, all_over
+from kvferryd.ending import tried
 from kvferryd.leases.record import announced_as
 from kvferryd.peers.contact import Contact, asking, of_peer
 
@@ -162,7 +163,8 @@ class ReaderStream:
             self._call.cancel()
             listeners, self._listeners = list(self._listeners.values()), {}
             for listener in listeners:  # one that hears of it may close others
-                listener.on_lost(why)
+                with tried("tell that a stream is over", address=address):
+                    listener.on_lost(why)
 
 
 def _kept_nbytes(update: peer_pb2.LeaseUpdate) -> int:
