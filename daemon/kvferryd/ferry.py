@@ -361,7 +361,8 @@ class Ferry:
         for engine in registered:
             name = f"engine {engine.engine_id}"
             if missing := engine.missing_ranks():
-                known = [self.roster.seed.why_missing(engine.engine_id, engine.epoch, rank) for rank in missing[:NAMED]]
+                rosters = self.roster.seed.rosters
+                known = [rosters.why_missing(engine.engine_id, engine.epoch, rank) for rank in missing[:NAMED]]
                 why = "".join(f"; {each}" for each in known if each)
                 reasons.append(f"{name}: the daemons of ranks {missing} have not joined, or have gone{why}")
             if fault := self.roster.fault(engine):

@@ -8,10 +8,10 @@ from planted import Planted, changed, no_effects, nothing, without
 
 from kvferry.protocol import roster_events as e
 from kvferry.protocol.kept import Latest
-from kvferry.protocol.roster import Joinings, Rosters
+from kvferry.protocol.roster import Joinings, Rosters, _Roster
 
 
-def of_any_start(rosters: Rosters, stream: int, rank: Any, member: e.Member, join: Any = Rosters._join) -> Any:
+def of_any_start(rosters: Rosters, stream: int, rank: Any, member: e.Member, join: Any = Rosters.join) -> Any:
     roster = rosters._rosters.get((rank.engine_id, rank.epoch))
     before = dict(roster.streams) if roster is not None else {}
     told = join(rosters, stream, rank, member)
@@ -20,7 +20,7 @@ def of_any_start(rosters: Rosters, stream: int, rank: Any, member: e.Member, joi
     return told
 
 
-def with_any_stream(rosters: Rosters, stream: int, leave: Any = Rosters._leave) -> Any:
+def with_any_stream(rosters: Rosters, stream: int, leave: Any = Rosters.leave) -> Any:
     """A rank has left when one of its streams has."""
     roster = rosters._rosters.get(rosters._of[stream])
     if roster is not None and stream in roster.streams:
@@ -30,8 +30,13 @@ def with_any_stream(rosters: Rosters, stream: int, leave: Any = Rosters._leave) 
     return leave(rosters, stream)
 
 
-def of_the_first(rosters: Rosters, roster: Any) -> Any:
-    return [e.Tell(tuple(roster.streams), dict(reversed(roster.streams.values())))]
+def unheard(rosters: Rosters, stream: int, leave: Any = Rosters.leave) -> Any:
+    leave(rosters, stream)
+    return e.Tell((), {})
+
+
+def of_the_first(roster: _Roster) -> Any:
+    return dict(reversed(roster.streams.values()))
 
 
 def at_once(joinings: Joinings, event: e.MemberEvent, now: float, on: Any = Joinings.on) -> Any:
@@ -58,10 +63,10 @@ def whoever_holds(joinings: Joinings) -> Any:
 
 
 PLANTED: dict[str, Planted] = {
-    "nobody hears that a rank has left": (Rosters, "_leave", lambda rosters, stream: [rosters._of.pop(stream)][1:]),
-    "a rank that starts anew is there twice": (Rosters, "_join", of_any_start),
-    "a rank leaves with any of its streams": (Rosters, "_leave", with_any_stream),
-    "the first word of a rank holds": (Rosters, "_told", of_the_first),
+    "nobody hears that a rank has left": (Rosters, "leave", unheard),
+    "a rank that starts anew is there twice": (Rosters, "join", of_any_start),
+    "a rank leaves with any of its streams": (Rosters, "leave", with_any_stream),
+    "the first word of a rank holds": (_Roster, "members", of_the_first),
     "anybody is any rank": (Rosters, "refusal", nothing),
     "a rank that has joined is kept out": (Latest, "pop", nothing),
     "a renewal ends what holds": (Joinings, "on", at_once),

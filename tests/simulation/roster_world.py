@@ -23,6 +23,7 @@ from kvferry.protocol.roster import Joinings, Rosters
 from kvferry.protocol.session_events import Rank
 
 WITHIN_S, SILENT_S, SLACK_S = 5.0, 10.0, 1e-6
+NOTHING = e.Tell((), {})
 BLOWS = ("start anew", "start anew", "seed anew", "silence", "silence", "renew", "renew", "drain", "drain", "leave",
          "stranger", "time", "time", "long time")  # fmt: skip
 
@@ -91,13 +92,10 @@ class World:
 
     # ---- the machines ----
 
-    def at_seed(self, event: e.SeedEvent) -> None:
-        self.pairs["seed, silent" if self.silent else "seed", type(event).__name__] += 1
-        for effect in self.rosters.on(event):
-            if isinstance(event, e.Join) and effect.members[event.rank.rank] != event.member:
-                raise Violation("the last word of a rank does not hold", f"{event.member}")
-            for number in effect.streams:
-                self.streams[number].told = effect.members
+    def at_seed(self, what: str, said: e.Tell = NOTHING) -> None:
+        self.pairs["seed, silent" if self.silent else "seed", what] += 1
+        for number in said.streams:
+            self.streams[number].told = said.members
         self.rosters.check()
 
     def at(self, daemon: Daemon, event: e.MemberEvent) -> None:
@@ -143,7 +141,7 @@ class World:
     def _step(self, stream: Stream) -> None:
         if stream.broken:
             del self.streams[stream.number]
-            self.at_seed(e.Left(stream.number))
+            self.at_seed("leave", self.rosters.leave(stream.number))
         elif not stream.joined and self.silent:
             if self.now >= stream.until:
                 del self.streams[stream.number]
@@ -151,12 +149,16 @@ class World:
         elif not stream.joined:
             if (why := self.rosters.refusal(stream.daemon.rank, stream.said.address)) is not None:
                 del self.streams[stream.number]
-                self.at_seed(e.KeptOut("e", stream.daemon.rank.rank, str(why)))
+                self.rosters.keep_out("e", stream.daemon.rank.rank, why)
+                self.at_seed("keep out")
                 self._over(stream, why)
                 return
             stream.joined = True
             self.kept_out.discard(stream.daemon.rank.rank)
-            self.at_seed(e.Join(stream.number, stream.daemon.rank, stream.said))
+            said = self.rosters.join(stream.number, stream.daemon.rank, stream.said)
+            if said.members[stream.daemon.rank.rank] != stream.said:
+                raise Violation("the last word of a rank does not hold", f"{stream.said}")
+            self.at_seed("join", said)
             self.tell(f"{stream.daemon.instance}: joining {stream.joining} is let in")
         elif stream.told is not None:
             members, stream.told, stream.heard = stream.told, None, True
@@ -223,7 +225,8 @@ class World:
         elif blow == "stranger":
             rank = Rank("e", "1", self.rng.randrange(self.size + 1), self.size)
             if (why := self.rosters.refusal(rank, "elsewhere")) is not None:
-                self.at_seed(e.KeptOut("e", rank.rank, str(why)))
+                self.rosters.keep_out("e", rank.rank, why)
+                self.at_seed("keep out")
                 self.kept_out.add(rank.rank)
             elif rank.rank in self._members() or rank.rank == self.size:
                 raise Violation("a stranger may join", f"{rank}")

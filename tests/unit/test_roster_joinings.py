@@ -141,4 +141,4 @@ async def test_a_rank_is_a_member_while_any_stream_of_its_daemon_is_open() -> No
             await anext(anew)
             assert (await anext(watched))[1].instance == "b"
         assert set(await anext(watched)) == {0}, "its daemon has started anew since"
-    assert not any(seed._rosters.sizes().values())
+    assert not any(seed.rosters.sizes().values())

@@ -34,6 +34,9 @@ class _Roster:
         """The last stream of a rank speaks for it."""
         return dict(self.streams.values())
 
+    def told(self) -> e.Tell:
+        return e.Tell(tuple(self.streams), self.members())
+
 
 class Rosters:
     """The rosters that one seed keeps. A rank is a member for as long as any stream of its daemon is open."""
@@ -71,19 +74,12 @@ class Rosters:
         here = self._rosters.get((engine_id, epoch))
         return f"rank {rank} was there, from {here.places[rank]}" if here and rank in here.places else ""
 
-    def on(self, event: e.SeedEvent) -> list[e.Tell]:
-        match event:
-            case e.Join(stream, rank, member):
-                return self._join(stream, rank, member)
-            case e.Left(stream):
-                return self._leave(stream)
-            case e.KeptOut(engine_id, number, why):
-                self._kept_out.put((engine_id, number), why)
-                return []
-            case _:
-                assert_never(event)
+    def keep_out(self, engine_id: str, rank: int, why: KvferryError) -> None:
+        """The rank has called, and may not join."""
+        self._kept_out.put((engine_id, rank), str(why))
 
-    def _join(self, stream: int, rank: Rank, member: e.Member) -> list[e.Tell]:
+    def join(self, stream: int, rank: Rank, member: e.Member) -> e.Tell:
+        """The rank's daemon has opened this stream, and may join."""
         assert self.refusal(rank, member.address) is None
         self._of[stream] = rank.engine_id, rank.epoch
         roster = self._rosters.setdefault(self._of[stream], _Roster(rank.world_size))
@@ -93,19 +89,17 @@ class Rosters:
             if number == rank.rank and before.instance != member.instance:  # its daemon has started anew since
                 del roster.streams[other]
         roster.streams[stream] = rank.rank, member
-        return self._told(roster)
+        return roster.told()
 
-    def _leave(self, stream: int) -> list[e.Tell]:
+    def leave(self, stream: int) -> e.Tell:
+        """The stream is over."""
         key = self._of.pop(stream)
         roster = self._rosters.get(key)
         if roster is None or roster.streams.pop(stream, None) is None:
-            return []
+            return e.Tell((), {})
         if not roster.streams:
             del self._rosters[key]
-        return self._told(roster)
-
-    def _told(self, roster: _Roster) -> list[e.Tell]:
-        return [e.Tell(tuple(roster.streams), roster.members())]
+        return roster.told()
 
     def check(self) -> None:
         for key, roster in self._rosters.items():

@@ -1,4 +1,4 @@
-"""All that the machines of a roster are told, and all that they say. Frozen values."""
+"""All that the machines of a roster are told, and all that they say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
-from kvferry.protocol.session_events import Rank
 
 
 class Member(NamedTuple):
@@ -25,42 +24,11 @@ Members: TypeAlias = Mapping[int, Member]
 """By rank."""
 
 
-# ---- the seed ----
-
-
-class Join(NamedTuple):
-    """A rank's daemon has opened a stream, and may join (`Rosters.refusal`)."""
-
-    stream: int
-    rank: Rank
-    member: Member
-
-
-class Left(NamedTuple):
-    """The stream is over."""
-
-    stream: int
-
-
-class KeptOut(NamedTuple):
-    """A rank has called, and may not join."""
-
-    engine_id: str
-    rank: int
-    why: str
-
-
 class Tell(NamedTuple):
     """The members now. Only the last that a stream was told counts."""
 
     streams: tuple[int, ...]
     members: Members
-
-
-SeedEvent: TypeAlias = Join | Left | KeptOut
-
-
-# ---- a member ----
 
 
 class Renew(NamedTuple):

@@ -41,7 +41,7 @@ class Seed:
     """The seed's side: which ranks have joined. A member is one as long as its stream is open."""
 
     def __init__(self) -> None:
-        self._rosters = Rosters()
+        self.rosters = Rosters()
         self._told: dict[int, asyncio.Queue[Members | None]] = {}
         """The next word for each stream; None for the end."""
         self._streams = itertools.count(1)
@@ -60,30 +60,25 @@ class Seed:
 
     def check(self, rank: Rank, address: str) -> None:
         """Whether this rank may join from this address. Raises KvferryError (`rank_taken`, `malformed_member`)."""
-        if (why := self._rosters.refusal(rank, address)) is not None:
+        if (why := self.rosters.refusal(rank, address)) is not None:
             raise why
 
-    def why_missing(self, engine_id: str, epoch: str, rank: int) -> str:
-        """Why this rank has not joined, as far as that is known here; empty where not."""
-        return self._rosters.why_missing(engine_id, epoch, rank)
-
-    def on(self, event: e.SeedEvent) -> None:
-        for tell in self._rosters.on(event):
-            for stream in tell.streams:
-                _put(self._told[stream], tell.members)
+    def _tell(self, said: e.Tell) -> None:
+        for stream in said.streams:
+            _put(self._told[stream], said.members)
 
     async def join(self, rank: Rank, member: Member) -> AsyncGenerator[Members]:
         """The members now and after every change. Closing the iterator leaves."""
         self.check(rank, member.address)
         stream = next(self._streams)
         told = self._told[stream] = asyncio.Queue(1)
-        self.on(e.Join(stream, rank, member))
+        self._tell(self.rosters.join(stream, rank, member))
         try:
             while not self._closed and (members := await told.get()) is not None:
                 yield members
         finally:
             del self._told[stream]
-            self.on(e.Left(stream))
+            self._tell(self.rosters.leave(stream))
 
 
 class _Place:
@@ -248,7 +243,7 @@ class Roster:
         try:
             await self._admit(request)
         except KvferryError as error:
-            self.seed.on(e.KeptOut(request.engine_id, request.member.rank, str(error)))
+            self.seed.rosters.keep_out(request.engine_id, request.member.rank, error)
             raise
 
     async def _admit(self, request: peer_pb2.JoinRequest) -> None:
