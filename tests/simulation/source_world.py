@@ -693,13 +693,15 @@ class World:
         return any(self.carry(link) for link in links)
 
     def _step_part(self, links: list[Link]) -> bool:
+        """Of the first that can: many may wait, and one that is seldom chosen does not."""
         parts = self.parts()
-        if not parts:
-            return False
-        part = self.rng.choice(parts)
-        before = part.progress()
-        self.go_on(part)
-        return part.progress() != before
+        self.rng.shuffle(parts)
+        for part in parts:
+            before = part.progress()
+            self.go_on(part)
+            if part.progress() != before:
+                return True
+        return False
 
     def _step_source(self, links: list[Link]) -> bool:
         at = self.rng.choice(self.sources)

@@ -210,6 +210,27 @@ def test_a_rank_closes_the_lease_that_it_means(source: ByEvents) -> None:
 # time to live
 
 
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_rank_has_finished_whose_earlier_reading_goes_later(source: ByEvents, attempt: int) -> None:
+    """Over a stream that was broken already, as the source hears only then; seed 246100625520744 of the simulator."""
+    broken, other = source.reader(), source.reader()
+    broken.opens(attempt=1)
+    source.publish()
+    other.finishes(attempt=attempt)
+    assert source.state() is LeaseState.PUBLISHED
+    broken.goes()
+    assert source.state() is LeaseState.RELEASED
+
+
+def test_a_rank_has_not_finished_an_attempt_before_the_one_that_it_gave_up(source: ByEvents) -> None:
+    newer, older = source.reader(), source.reader()
+    newer.opens(attempt=2)
+    source.publish()
+    older.finishes(attempt=1)
+    newer.goes()
+    assert source.state() is LeaseState.PUBLISHED
+
+
 def test_a_lease_that_was_left_early_lives_as_long_as_it_may(source: ByEvents) -> None:
     source.publish(ttl_s=5)
     source.wait(4)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, assert_never
 
-from kvferry.errors import Conflict, Full, KvferryError, Unavailable
+from kvferry.errors import Full, KvferryError, Unavailable
 from kvferry.protocol import events as e
 from kvferry.protocol.kept import Alarms, Latest
 from kvferry.protocol.lease import Lease, lease_ended, why_over
+from kvferry.protocol.readers import Finished
 from kvferry.protocol.states import LeaseState
 from kvferry.protocol.values import Account, ReaderId, Reading, Sizes, Trace
 from kvferry.protocol.waits import Waits
@@ -21,7 +22,6 @@ ANNOUNCED_TO = 4
 TOMBSTONES = 4096
 """Ended leases remembered, so that a late reader fails at once instead of waiting for a publish."""
 Effects = list[e.SourceEffect]
-_Early = dict[ReaderId, tuple[int, str]]
 
 
 class Leases:
@@ -32,9 +32,8 @@ class Leases:
         self._opened: dict[Reading, tuple[Lease, ReaderId]] = {}
         self._waits = Waits(limit)
         self._ended: Latest[str, Account] = Latest(TOMBSTONES)
-        self._early: Latest[tuple[str, int], _Early] = Latest(TOMBSTONES, len)
-        """By request and number of a lease that this rank has not published yet: ranks that have finished already, for
-        they had nothing to read here, each with its attempt, and who counts that. Nothing but that lease takes them."""
+        self._early: Latest[tuple[str, int], Finished] = Latest(TOMBSTONES, len)
+        """By request and number of a lease: ranks that finish while it is not published, or open by another reading."""
         self._refused: Latest[str, tuple[int, KvferryError]] = Latest(TOMBSTONES)
         """Leases whose publish was refused, and why: their readers need not wait."""
         self._lost: Latest[str, int] = Latest(TOMBSTONES)
@@ -128,8 +127,7 @@ class Leases:
             effects += self._end(lease, LeaseState.REVOKED, f"published anew, as lease {number}", now)
         lease = self._live[request_id] = Lease(terms, now)
         effects.append(e.HoldWord(terms.word))
-        for who, (attempt, by) in (self._early.pop((request_id, number)) or {}).items():
-            lease.readers.finish(who, attempt, by, nbytes=0)
+        self._finish_early(lease)
         for remembered in (self._ended, self._lost, self._refused):
             remembered.pop(request_id)
         for asked, who in self._waits.up_to(request_id, number):
@@ -226,6 +224,7 @@ class Leases:
         lease, _ = self._opened.pop(left.reading, (None, who))
         if lease is not None:
             lease.readers.close(who, left.reading, left.attempt, left.by, complete=left.complete, nbytes=left.nbytes)
+            self._finish_early(lease)
             return served + self._settle(lease, now)
         waited = self._waits.pop(left.reading) is not None
         if left.complete and (waited or not left.reading.number):
@@ -234,19 +233,23 @@ class Leases:
 
     def _finish(self, left: e.Leave, who: ReaderId, request_id: str, trace: Trace, now: float) -> Effects:
         """A rank has finished without opening the lease of this number, perhaps before its publish."""
-        number, lease, newest = left.lease, self._live.get(request_id), self.newest(request_id)
-        if lease is not None and number == newest:
-            try:
-                lease.readers.finish(who, left.attempt, left.by, nbytes=left.nbytes)
-            except (Conflict, Full):  # another reading of this rank has it open, and closes it
-                return []
-            lease.trace = trace
-            return self._settle(lease, now)
-        if number > newest and not self._closed:
-            early = (self._early.get((request_id, number)) or {}) | {who: (left.attempt, left.by)}
-            if len(early) <= TOMBSTONES:
-                self._early.put((request_id, number), early)
-        return []
+        number, newest = left.lease, self.newest(request_id)
+        lease = self._live.get(request_id) if number == newest else None
+        if lease is None and (number <= newest or self._closed):
+            return []
+        early = (self._early.get((request_id, number)) or {}) | {who: (left.attempt, left.by, left.nbytes)}
+        if len(early) <= TOMBSTONES:
+            self._early.put((request_id, number), early)
+        if lease is None or lease.readers.reads(who):
+            return []
+        lease.trace = trace
+        self._finish_early(lease)
+        return self._settle(lease, now)
+
+    def _finish_early(self, lease: Lease) -> None:
+        early = self._early.pop((lease.request_id, lease.number))
+        if early and (left := lease.readers.finish_all(early)):
+            self._early.put((lease.request_id, lease.number), left)
 
     # ---- ends ----
 
@@ -263,10 +266,9 @@ class Leases:
         lease = self._live.get(request_id)
         if lease is not None:
             return self._end(lease, LeaseState.REVOKED, reason, now)
-        effects: Effects = []
-        for asked, _ in self._waits.up_to(request_id):
-            effects += self._over(asked.reading, lease_ended(request_id, reason, asked.lease))
-        return effects
+        waiting = self._waits.up_to(request_id)
+        over = ((asked.reading, lease_ended(request_id, reason, asked.lease)) for asked, _ in waiting)
+        return [each for ended in over for each in self._over(*ended)]
 
     def _shut(self, event: e.Shut, now: float) -> Effects:
         self._closed = event.reason
@@ -320,9 +322,8 @@ class Leases:
             for name, size in lease.sizes().items():
                 of_leases[name] = of_leases.get(name, 0) + size
         named = {name.strip("_"): len(kept) for name, kept in vars(self).items() if hasattr(kept, "__len__")}
-        heap = self._alarms.entries
         named.pop("closed")
-        return {**of_leases, **named, "heap": heap, **self._waits.sizes()}
+        return {**of_leases, **named, "heap": self._alarms.entries, **self._waits.sizes()}
 
 
 def _lost(request_id: str, number: int) -> KvferryError:

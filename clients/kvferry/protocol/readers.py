@@ -16,6 +16,8 @@ from kvferry.errors import Conflict, Full
 from kvferry.protocol.kept import Latest
 from kvferry.protocol.values import Reader, ReaderEngine, ReaderId, Reading, Sizes
 
+Finished = dict[ReaderId, tuple[int, str, int]]
+"""Ranks that have read, without opening the lease: the attempt of each, who counts that, and its bytes."""
 MAX_READERS = 4096
 """Ranks that one lease remembers as readers."""
 
@@ -98,6 +100,21 @@ class Readers:
 
     def live_readings(self) -> list[Reading]:
         return [place.reading for place in self._places.values() if place.reading is not None] if self.live else []
+
+    def reads(self, who: ReaderId) -> bool:
+        """Whether this rank has it open."""
+        place = self._places.get(who)
+        return place is not None and place.reading is not None
+
+    def finish_all(self, ranks: Finished) -> Finished:
+        """Those that have it open, by another reading, are left."""
+        for who in [who for who in ranks if not self.reads(who)]:
+            attempt, by, nbytes = ranks.pop(who)
+            try:
+                self.finish(who, attempt, by, nbytes=nbytes)
+            except Full:
+                continue
+        return ranks
 
     def others_than(self, who: ReaderId) -> bool:
         """Whether an engine other than that of `who` reads."""
