@@ -32,6 +32,19 @@ def without_waiting(one: Session, now: float, go_on: Any = Session._go_on) -> An
     return go_on(one, now)
 
 
+def always_stopped(one: Session, done: bool, stopped: bool, now: float, over: Any = Session.registration_over) -> Any:
+    return over(one, done, True, now)
+
+
+def goes_on(machine: Sessions, event: Any, now: float, on: Any = Sessions._on) -> Any:
+    """Engines are attached while the daemon stops."""
+    closing, machine._closing = machine._closing, machine._closing and not isinstance(event, e.Attach)
+    try:
+        return on(machine, event, now)
+    finally:
+        machine._closing |= closing
+
+
 def nobody_waits(machine: Sessions, id: str, attaching: Any, now: float, step: Any = Sessions._step) -> Any:
     if attaching.waits is Waits.BEFORE:
         attaching.waits, attaching.due = Waits.ROOM, now + sessions.ROOM_S
@@ -76,6 +89,8 @@ PLANTED: dict[str, Planted] = {
     "a retirement stops at a failing step": (Session, "_go_on", stops_at_a_failing_step),
     "memory is freed though it may be read": (Session, "_go_on", after_all),
     "memory is freed under a registration": (Session, "_go_on", without_waiting),
+    "memory is freed though a registration could not be stopped": (Session, "registration_over", always_stopped),
+    "a session is opened though the daemon stops": (Sessions, "_on", goes_on),
     "a step that hangs is waited for": (Session, "step_late", no_effects),
     "a late step does not count": (sessions.Sessions, "_late", no_effects),
     "an engine attaches beside its session before": (Sessions, "_step", nobody_waits),

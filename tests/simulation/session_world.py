@@ -63,6 +63,16 @@ class Held:
     ended: bool = False
     hangs: bool = False
     """The step that stops what uses its memory has failed, or has not ended."""
+    stray: bool = False
+    """A registration has failed, and what it had begun could not be stopped."""
+
+    @property
+    def unquiet(self) -> bool:
+        return self.used or self.registering or self.stray
+
+    @property
+    def unstopped(self) -> bool:
+        return self.hangs or self.registering or self.stray
 
 
 class World:
@@ -133,13 +143,13 @@ class World:
             case e.Take(id, step, _, keep):
                 self._take(self.held[id], step, keep, events)
             case e.Hold(id):
-                if not (self.held[id].hangs or self.held[id].registering):
+                if not self.held[id].unstopped:
                     raise Violation("memory is held though all has stopped", id)
             case e.Ended(id, stuck):
                 self._ended(self.held[id], stuck)
             case e.Over(id):
                 held = self.held.pop(id)
-                if held.regions or held.used:
+                if held.regions or held.used or held.stray:
                     raise Violation("something is left of a session that is over", id)
 
     def _wanted(self, held: Held) -> None:
@@ -147,7 +157,7 @@ class World:
             raise Violation("a session ends though its engine lives in it", held.id)
 
     def _resumed(self, held: Held, before: Held) -> None:
-        if before.engine is not held.engine or before.used:
+        if before.engine is not held.engine or before.used or before.stray:
             raise Violation("memory goes on in a session of another start, or is used", held.id)
         held.regions, before.regions = before.regions, []
         self.ends["resumed"] += 1
@@ -167,7 +177,8 @@ class World:
         right = {
             "engine_attached": any(not each.detached for each in others),
             "epoch_reused": (engine.name, engine.epoch) in self.registered,
-            "not_quiet": any(each.hangs or each.registering for each in others),
+            "not_quiet": any(each.unstopped for each in others),
+            "stopping": self.closing,
         }
         if not right[code]:
             raise Violation(f"refused for nothing: {code}", id)
@@ -199,7 +210,7 @@ class World:
     def _check_step(self, held: Held, step: Step) -> None:
         if step is Step.TRANSFERS and held.whole and held.parted and not (held.wanted or self.closing):
             raise Violation("leases end under their readers", held.id)
-        if step is Step.FREE and (held.used or held.registering):
+        if step is Step.FREE and held.unquiet:
             raise Violation("memory is freed while something may read or write it", held.id)
 
     def _taken(self, held: Held, step: Step, keep: bool, done: bool) -> e.SessionEvent:
@@ -207,7 +218,7 @@ class World:
             case Step.LEASES:
                 held.whole = 0
             case Step.STOP:
-                held.used = held.hangs = False
+                held.used, held.hangs = held.registering, False
             case Step.FREE:
                 for region in [each for each in held.regions if not (keep and each.owned)]:
                     if region.freed:
@@ -220,7 +231,7 @@ class World:
         if held.ended:
             raise Violation("an engine is told the end of its session twice", held.id)
         held.ended = True
-        if (held.used or held.registering) and not stuck:
+        if held.unquiet and not stuck:
             raise Violation("an engine is told that all is quiet while it is not", held.id)
         self.ends["stuck" if stuck else "retired"] += 1
 
@@ -294,12 +305,15 @@ class World:
             self.feed(self._over(held, done=rng.random() < 0.8))
 
     def _over(self, held: Held, *, done: bool) -> e.SessionEvent:
+        """One that fails stops what it has begun, or cannot. None is done in a session that is not open any more."""
+        done = done and not held.detached
         held.registering, held.registered = False, done
+        stopped = self.calm or self.rng.random() < 0.8
         if done:
             self.registered.add((held.engine.name, held.engine.epoch))
         else:
-            held.used = False
-        return e.RegistrationOver(held.id, done)
+            held.used, held.stray = held.hangs, held.stray or not stopped
+        return e.RegistrationOver(held.id, done, stopped)
 
     def end(self, engine: Engine) -> None:
         """The stream, the process, or the session ends, in every order."""
@@ -371,11 +385,24 @@ class World:
         self._come_to_rest()
         self._attach_once_more()
         if self.rng.random() < 0.5:
-            self.closing = True
-            self.feed(e.Close())
-            self.pass_time(CALM_S)
-            self._check_empty(closed=True)
+            self._close()
         self.ends["done"] += 1
+
+    def _close(self) -> None:
+        """Engines that attach meanwhile are refused: nobody would end their sessions."""
+        before, name = self.rng.random() < 0.5, self.rng.choice(list(self.engines))
+        if before:
+            self.attach(name, resume=False)
+        self.closing, opened = True, set(self.held)
+        self.feed(e.Close())
+        if not before:
+            self.attach(name, resume=False)
+        self.pass_time(CALM_S)
+        if self.attaching:
+            raise Violation("an engine that attaches is never answered", f"{self.attaching}")
+        if set(self.held) - opened:
+            raise Violation("a session is opened though the daemon stops", f"{set(self.held) - opened}")
+        self._check_empty(closed=True)
 
     def _come_to_rest(self) -> None:
         for held in list(self.held.values()):
@@ -392,7 +419,7 @@ class World:
     def _check_empty(self, *, closed: bool = False) -> None:
         for held in self.held.values():
             living = held.engine.alive and held.stream and not held.detached and not closed
-            if not (living or held.hangs):
+            if not (living or held.hangs or held.stray):
                 raise Violation("a session does not end", f"{held}")
         kept = {region for held in self.held.values() for region in held.regions}
         timers = [each for each in self.sessions.sessions.values() if each.due is not None]

@@ -105,6 +105,13 @@ class Session:
         self.failed |= set() if done else {step}
         return self._go_on(now)
 
+    def registration_over(self, done: bool, stopped: bool, now: float) -> list[e.SessionEffect]:
+        """done: only while the session is open, so that a step is still to come that stops it."""
+        self.registering = False
+        if not (done or stopped):
+            self.failed.add(Step.REGISTRATION)
+        return self.step_over(Step.REGISTRATION, done or stopped, now)
+
     def step_late(self, now: float) -> list[e.SessionEffect]:
         assert self.taking is not None
         self.late.add(self.taking)
@@ -118,7 +125,7 @@ class Session:
             step = self.left.pop(0)
             if step is Step.REGISTRATION:
                 effects.append(e.Shut(self.id))
-                if not self.registering:
+                if not self.registering or step in self.failed:  # no later one makes that good
                     continue
             elif step is Step.FREE and self.failed & NEEDS:
                 continue

@@ -70,8 +70,11 @@ class RegistrationBegun:
 
 @dataclass(frozen=True, slots=True)
 class RegistrationOver:
+    """stopped: where it has failed, whether what it had begun neither reads nor writes any more."""
+
     session: str
     done: bool
+    stopped: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kvferry.errors import Conflict
+from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.protocol import session_events as e
 from kvferry.protocol.kept import Latest
 from kvferry.protocol.session import STANDING, Session, State
@@ -56,6 +56,8 @@ class Sessions:
 
     def _on(self, event: e.SessionEvent, now: float) -> list[e.SessionEffect]:
         match event:
+            case e.Attach(id) if self._closing:
+                return [e.Refused(id, _stopping())]
             case e.Attach(id, rank, resume):
                 self._attaching[id] = Attaching(rank, resume)
                 return self._on(e.Withdraw(resume), now)
@@ -63,7 +65,8 @@ class Sessions:
                 return [effect for each in list(self.sessions.values()) for effect in self._late(each, now)]
             case e.Close():
                 self._closing = True
-                return [effect for each in list(self.sessions.values()) for effect in self._closed(each, now)]
+                refused = [effect for id in list(self._attaching) for effect in self._refused(id, _stopping())]
+                return refused + [effect for each in list(self.sessions.values()) for effect in self._closed(each, now)]
             case e.GiveUp(id):
                 self._attaching.pop(id, None)
         session = self.sessions.get(event.session)
@@ -78,11 +81,10 @@ class Sessions:
                 session.foreign |= not owned
             case e.RegistrationBegun():
                 session.registering = True
-            case e.RegistrationOver(_, done):
-                session.registering = False
+            case e.RegistrationOver(_, done, stopped):
                 if done:
                     self._epochs.put(session.rank[:2], None)
-                return self._changed(session, session.step_over(e.Step.REGISTRATION, True, now))
+                return self._changed(session, session.registration_over(done, stopped, now))
             case e.StreamEnded():
                 return session.detach(now)
             case e.Died() if session.state is State.KEPT:
@@ -187,7 +189,7 @@ class Sessions:
     def _of_engine(self, rank: e.Rank) -> list[Session]:
         return [each for each in self.sessions.values() if each.rank.engine_id == rank.engine_id]
 
-    def _refused(self, id: str, why: Conflict) -> list[e.SessionEffect]:
+    def _refused(self, id: str, why: KvferryError) -> list[e.SessionEffect]:
         del self._attaching[id]
         return [e.Refused(id, why)]
 
@@ -227,6 +229,11 @@ class Sessions:
 def not_quiet() -> Conflict:
     why = "the session's reads or copies could not be stopped: they may still write"
     return Conflict("not_quiet", why, field="session", remedy="restart the daemon")
+
+
+def _stopping() -> Unavailable:
+    remedy = "attach again once another daemon serves"
+    return Unavailable("stopping", "the daemon stops, and opens no session any more", remedy=remedy)
 
 
 def _is_attached(old: Session) -> Conflict:

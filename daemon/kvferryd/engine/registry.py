@@ -207,7 +207,7 @@ class Engines:
             )
         finally:
             session.registering = False
-            self._feed(e.RegistrationOver(session.id, session.engine is not None))
+            self._feed(e.RegistrationOver(session.id, session.engine is not None, not session.stuck))
         return session.engine
 
     async def allocate(self, session: Session, id: int, nbytes: int) -> Region:

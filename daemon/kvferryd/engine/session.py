@@ -174,9 +174,7 @@ class Session:
             self.unfreed.hold(self.rank.engine_id, region, f"region {id} may still be read or written")
 
     async def _stopped(self) -> bool:
-        """Also what registered its memory before, and failed."""
-        closed = self.engine is None or await self.engine.close()
-        return closed and not self.stuck
+        return self.engine is None or await self.engine.close()
 
     async def stop(self, steps: Sequence[Step], arena: Callable[[], Arena | None]) -> bool:
         """Take the steps after which nothing of the engine is read or written any more, then give back its arena.
