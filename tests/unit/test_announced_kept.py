@@ -21,11 +21,6 @@ pytestmark = pytest.mark.anyio
 LARGE = 64 << 10
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Source(peer_pb2_grpc.PeerServicer):
     """Announces these leases, each of a request, and ends the stream."""
 

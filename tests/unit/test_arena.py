@@ -22,11 +22,6 @@ pytestmark = pytest.mark.anyio
 KB64 = 64 << 10
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass
 class Memory:
     array: np.ndarray = field(default_factory=lambda: np.zeros(4 * KB64, dtype=np.uint8))

@@ -15,11 +15,6 @@ from starlette.routing import Route
 from kvferry.asgi import CheckTransferParams
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def echo(request: Request) -> Response:
     return Response(await request.body())
 

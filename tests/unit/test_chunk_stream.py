@@ -40,11 +40,6 @@ TABLES = {"full": table(2, 0, 3, 1)}
 CHUNK = 4096
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass
 class Source(peer_pb2_grpc.PeerServicer):
     leases: Leases

@@ -19,11 +19,6 @@ pytestmark = pytest.mark.anyio
 NOBODY = "127.0.0.1:1"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Silent(peer_pb2_grpc.PeerServicer):
     """Takes calls, and answers none."""
 

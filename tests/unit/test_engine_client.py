@@ -26,11 +26,6 @@ pytestmark = pytest.mark.anyio
 TABLES, OTHERS = {"full": BlockTable.of([1, 2])}, {"full": BlockTable.of([3, 4])}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Daemon(engine_pb2_grpc.EngineServicer):
     """Says what it is told to. Transfers are named t0, t1 and so on, in the order of the receives."""
 

@@ -33,11 +33,6 @@ LONG_S, SHORT_S = 60.0, 0.05
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def page() -> Iterator[Fences]:
     """The engine's side."""
     page = Fences()

@@ -40,11 +40,6 @@ TABLES = {"full": table(2, 0, 3, 1)}
 WHOLE = Publication(TABLES, 16, b"", more=False)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "KEPT_S", 0.0)

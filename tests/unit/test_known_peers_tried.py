@@ -21,11 +21,6 @@ from kvferryd.peers.peers import Peers
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Answering(peer_pb2_grpc.PeerServicer):
     """Refuses each handshake by its number: the first when `may_answer`."""
 

@@ -12,11 +12,6 @@ from kvferryd.aio import NOTES, Notes
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def until_written(notes: Notes) -> None:
     last = asyncio.Event()
     notes.add(last.set)

@@ -12,11 +12,6 @@ from kvferry.v1 import engine_pb2
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def outbox(*, several: bool = True) -> Outbox[engine_pb2.Command]:
     bundle = lambda commands: engine_pb2.Command(several=engine_pb2.Commands(commands=commands))  # noqa: E731
     return Outbox(bundle, several=several)

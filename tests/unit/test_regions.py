@@ -33,11 +33,6 @@ from kvferryd.transport.read import Span
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_a_region_that_is_made_while_its_session_is_retired_is_closed() -> None:
     """As by a daemon that stops: the engine is still attached."""
     session, memory, begun, let_go = Session(Rank("e", "1", 0, 1)), Memory(), threading.Event(), threading.Event()

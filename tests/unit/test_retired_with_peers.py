@@ -30,11 +30,6 @@ pytestmark = pytest.mark.anyio
 PEERS = 3
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Sources(peer_pb2_grpc.PeerServicer):
     """No stream ends before every reader has ended its own."""
 

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.anyio
 OWN = "127.0.0.1:7411"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Seeding(peer_pb2_grpc.PeerServicer):
     """Lets the first joinings in, as many as it is told, and says nothing to those after them."""
 

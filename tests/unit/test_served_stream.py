@@ -23,11 +23,6 @@ WHOLE = Publication({"full": table(2, 0, 3, 1)}, 16, b"", more=False)
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def leases() -> Leases:
     return Leases("prefill", "1", lambda lease: None, LIMIT)
 

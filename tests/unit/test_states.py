@@ -31,12 +31,6 @@ from kvferryd.transfers.record import json_of
 from kvferryd.transfers.transfer import Surroundings, Transfer
 from kvferryd.transport.agent import Agent
 
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 LEGAL_TRANSFER = {
     (T.WAITING, T.CONNECTING), (T.CONNECTING, T.READING), (T.READING, T.VERIFYING), (T.VERIFYING, T.DONE),
     (T.READING, T.CONNECTING), (T.VERIFYING, T.CONNECTING),

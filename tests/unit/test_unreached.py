@@ -29,11 +29,6 @@ HERE = "127.0.0.1"
 DAY = datetime.timedelta(days=1)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Authority:
     def __init__(self, name: str = "ours") -> None:
         self.key = ec.generate_private_key(ec.SECP256R1())

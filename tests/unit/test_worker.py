@@ -13,11 +13,6 @@ from kvferryd.aio import Worker, made_on, submit
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_what_cannot_be_ended_does_not_end_the_thread() -> None:
     """A mapping that the driver does not give up, for example: what comes after it is done all the same."""
     worker, going = Worker("test"), threading.Event()
