@@ -561,7 +561,7 @@ class World:
         idle = 0
         for _ in range(20_000):
             idle = 0 if self.step() else idle + 1
-            if idle > 10:
+            if idle > 10 and not self.late:
                 return
         raise Violation("it never comes to rest")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvferry.errors import Conflict
 from kvferry.protocol.kept import Latest
@@ -15,53 +16,60 @@ FORGOTTEN = 64
 """Engines that are listed, where they do not answer, after they are forgotten as peers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """presumed: no order has named where it is."""
+
+    home: Home
+    presumed: bool
+
+
 class Homes:
     def __init__(self) -> None:
-        self._homes: Latest[str, Home] = Latest(HOMES)
-        self._presumed: Latest[str, bool] = Latest(HOMES)
-        """Ids whose address no order has named."""
+        self._owners: Latest[str, Owner] = Latest(HOMES)
         self._forgotten: Latest[str, Home] = Latest(FORGOTTEN)
 
     def __contains__(self, engine_id: str) -> bool:
-        return engine_id in self._homes
+        return engine_id in self._owners
 
     def in_the_way(self, engine_id: str, home: Home, *, ordered: bool) -> Home | None:
         """The owner of the id, if that is another engine. An engine that only answered when it was asked who it is
         gives way to one that an order names."""
-        before = self._homes.get(engine_id)
-        if before is None or before.addresses == home.addresses or (ordered and engine_id in self._presumed):
+        owner = self._owners.get(engine_id)
+        if owner is None or owner.home.addresses == home.addresses or (ordered and owner.presumed):
             return None
-        return before
+        return owner.home
 
     def bind(self, engine_id: str, home: Home, *, ordered: bool) -> None:
-        if not ordered and engine_id not in self._homes:
-            self._presumed.put(engine_id, True)
-        self._homes.put(engine_id, home)
+        before = self._owners.get(engine_id)
+        self._owners.put(engine_id, Owner(home, before.presumed if before is not None else not ordered))
 
     def unbind(self, engine_id: str) -> None:
-        self._homes.pop(engine_id)
-        self._presumed.pop(engine_id)
+        self._owners.pop(engine_id)
 
     def over(self, engine_id: str, home: Home) -> None:
         """No daemon there holds the engine any more."""
-        if self._homes.get(engine_id) == home:
-            self._homes.pop(engine_id)
+        owner = self._owners.get(engine_id)
+        if owner is not None and owner.home == home:
+            self.unbind(engine_id)
 
     def ordered(self, engine_id: str) -> None:
         """An order names where it is."""
-        self._presumed.pop(engine_id)
+        if (owner := self._owners.get(engine_id)) is not None and owner.presumed:
+            self._owners.put(engine_id, Owner(owner.home, presumed=False))
 
     def is_presumed(self, engine_id: str) -> bool:
-        return engine_id in self._presumed
+        owner = self._owners.get(engine_id)
+        return owner is not None and owner.presumed
 
     def forget(self, engine_id: str, home: Home) -> None:
         """It is no peer any more."""
-        if engine_id in self._homes:
+        if engine_id in self._owners:
             self._forgotten.put(engine_id, home)
 
     def forgotten(self) -> Iterator[tuple[str, Home]]:
         """With where they were."""
-        return ((name, home) for name, home in self._forgotten.items() if name in self._homes)
+        return ((name, home) for name, home in self._forgotten.items() if name in self._owners)
 
     def sizes(self) -> Sizes:
         return {name.strip("_"): len(kept) for name, kept in vars(self).items()}
