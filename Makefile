@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $$(test ! -f $(1)/pyvenv.cfg || echo --clear) $(1)
 
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise simulate soak soak-vllm lint format proto reference models bench release clean
+.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise simulate mutants soak soak-vllm lint format proto reference models bench release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ stepwise: $(READY) ## HOURS=8 of runs of daemons that are drawn from seeds, on a
 
 simulate: $(READY) ## the protocol without I/O: HOURS=8 draws runs on all cores, SEED=n plays one and prints its transcript
 	@$(BIN)/python tests/simulation/simulate.py $(if $(WORLD),--world $(WORLD)) $(if $(SEED),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS))
+
+mutants: $(READY) ## COUNT=300 small changes of the protocol, which the simulator has to find; half an hour of a core. SEED draws others
+	@$(BIN)/python tests/simulation/mutants.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS))
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py
