@@ -178,7 +178,7 @@ class World:
             "engine_attached": any(not each.detached for each in others),
             "epoch_reused": (engine.name, engine.epoch) in self.registered,
             "not_quiet": any(each.unstopped for each in others),
-            "stopping": self.closing,
+            "draining": self.closing,
         }
         if not right[code]:
             raise Violation(f"refused for nothing: {code}", id)

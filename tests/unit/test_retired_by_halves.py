@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import structlog
 from stepped import Daemon, manifest_of, stepping
-from stepwise import World
+from stepwise import Agent, World
 
 from kvferry.errors import KvferryError
 from kvferry.process import Process
 from kvferry.protocol.session import STEP_S
 from kvferry.protocol.session_events import Allocated, Rank
 from kvferry.v1 import engine_pb2
+from kvferryd.engine import registration
 from kvferryd.engine.session import Session
 from kvferryd.memory import Files
 
@@ -172,6 +173,36 @@ def test_memory_is_freed_when_what_used_it_stops_after_it_was_given_up(
         world.loop.pass_time(1.0)
     assert memory.closed and arena.closed and not daemon.ferry.totals().unfreed_bytes
     assert not daemon.ferry.registry._sessions
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_memory_of_a_registration_that_ends_late_is_freed_if_what_it_began_has_stopped(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, stops: bool
+) -> None:
+    daemon = a_daemon(world)
+    ended(daemon)
+    session, registry, over = attached_anew(daemon), daemon.ferry.registry, asyncio.Event()
+
+    async def waits(*_: object) -> None:
+        await over.wait()
+
+    monkeypatch.setattr(registration, "_rehearse", waits)
+    manifest = daemon.engine.manifest.model_copy(update={"epoch": "e-2"})
+    with world.within(daemon.process):
+        world.loop.complete(registry.adopt(session, engine_pb2.Memory(region=0, nbytes=daemon.memory.nbytes), Files()))
+        memory = session.regions[0]
+        registering = world.loop.create_task(registry.register(session, manifest))
+        world.loop.settle()
+        ending = world.loop.create_task(registry.end(session.id))
+        world.loop.settle()
+        world.loop.pass_time(STEP_S + 1.0)
+        assert getattr(ending.exception(), "code", "") == "not_quiet" and not memory.closed
+        if not stops:
+            monkeypatch.setattr(Agent, "close", does_not_stop)
+        world.loop.call(over.set)
+        world.loop.pass_time(1.0)
+    assert getattr(registering.exception(), "code", "") == "session_closed"
+    assert memory.closed is stops and (session.id not in registry._sessions) is stops
 
 
 def _noted(close: Callable[[], Any], taken: list[str], name: str) -> Callable[[], Any]:

@@ -233,7 +233,7 @@ def not_quiet() -> Conflict:
 
 def _stopping() -> Unavailable:
     remedy = "attach again once another daemon serves"
-    return Unavailable("stopping", "the daemon stops, and opens no session any more", remedy=remedy)
+    return Unavailable("draining", "the daemon stops, and opens no session any more", remedy=remedy)
 
 
 def _is_attached(old: Session) -> Conflict:

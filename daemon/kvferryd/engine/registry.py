@@ -251,7 +251,7 @@ class Engines:
         self._feed(e.Leave(id) if leave else e.Withdraw(id))
         if not self._machine.is_open(id):
             await session.ended.wait()
-        if session.stuck:
+        if session.held:
             raise not_quiet()
 
     def _lease_ended(self, engine: Engine, account: Account) -> None:

@@ -60,9 +60,11 @@ class Session:
         self.retired = asyncio.Event()
         """Its transfers have ended: nothing more is begun in it."""
         self.ended = asyncio.Event()
-        """Nothing of it is read or written any more, unless it is `stuck`."""
+        """Nothing of it is read or written any more, unless it is `held`."""
         self.stuck = False
         """Its agent or its copies could not be stopped: what they read and write is never known to be over."""
+        self.held = False
+        """Its memory stays, as what reads and writes it is not known to have stopped in time."""
         self._allocating: set[int] = set()
 
     @property
@@ -169,7 +171,7 @@ class Session:
 
     def hold(self) -> None:
         """Its memory may still be read or written: it stays mapped."""
-        self.stuck = True
+        self.held = True
         for id, region in self.regions.items():
             self.unfreed.hold(self.rank.engine_id, region, f"region {id} may still be read or written")
 
