@@ -206,15 +206,20 @@ async def to_the_end(steps: Iterable[Coroutine[None, None, None]]) -> None:
             raise failed
 
 
-async def uncut(work: Coroutine[Any, Any, T], unwanted: Callable[[T], object]) -> T:
+async def uncut(work: Coroutine[Any, Any, T], unwanted: Callable[[T], Coroutine[None, None, None]]) -> T:
     """The result of work that must not be cut off. If the caller is cancelled first, the work ends all the same, and
-    `unwanted` is called with its result."""
+    `unwanted` ends its result before the caller goes on."""
     task = asyncio.create_task(work)
+
+    async def end() -> None:
+        await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is None:
+            await unwanted(task.result())
+
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        task.add_done_callback(lambda _: task.cancelled() or task.exception() or unwanted(task.result()))
-        await asyncio.wait([task])
+        await asyncio.wait([asyncio.create_task(end())])
         raise
 
 

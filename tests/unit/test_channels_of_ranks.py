@@ -35,17 +35,6 @@ from kvferryd.transport.agent import Agent
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module", autouse=True)
-async def one_loop() -> AsyncIterator[None]:
-    """gRPC may hand a loop the end of a call after the test that made the call: all tests have the same one."""
-    yield  # noqa: PT022  what is left of it keeps the loop
-
-
 def first_of(*others: str) -> Engine:
     """Its agent is never started: nothing is read."""
     size = 1 + len(others)

@@ -225,15 +225,11 @@ class _Process:
 async def _killed(process: asyncio.subprocess.Process) -> None:
     """A process that is in the kernel may end later than that."""
     if process.returncode is None:
-        _not_wanted(process)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDS_S):
                 await process.wait()
-
-
-def _not_wanted(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
 
 
 async def _started(until: float) -> _Process:
@@ -244,7 +240,7 @@ async def _started(until: float) -> _Process:
         env=os.environ | {"UCX_HANDLE_ERRORS": "none"},
     )  # fmt: skip
     try:
-        process = await uncut(creating, _not_wanted)
+        process = await uncut(creating, _killed)
     except OSError as error:
         why = f"the process that tries peers' metadata cannot be started: {error}"
         remedy = "raise the daemon's limits (descriptors, memory, processes)"
