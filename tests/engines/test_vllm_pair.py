@@ -35,11 +35,6 @@ from engines import (
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
     """Prefill as vLLM knows it by a plug-in's name, decode under the name that some routers and runtimes insist on."""

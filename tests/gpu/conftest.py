@@ -10,11 +10,6 @@ from kvferryd.demo.fleet import Fleet
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet

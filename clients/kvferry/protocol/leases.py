@@ -33,7 +33,7 @@ class Leases:
         self._waits = Waits(limit)
         self._ended: Latest[str, Account] = Latest(TOMBSTONES)
         self._early: Latest[tuple[str, int], Finished] = Latest(TOMBSTONES, len)
-        """By request and number of a lease: ranks that finish while it is not published, or open by another reading."""
+        """Ranks that finish while the lease of this request and number is not published, or open by another reading."""
         self._refused: Latest[str, tuple[int, KvferryError]] = Latest(TOMBSTONES)
         """Leases whose publish was refused, and why: their readers need not wait."""
         self._lost: Latest[str, int] = Latest(TOMBSTONES)

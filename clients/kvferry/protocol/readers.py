@@ -107,7 +107,7 @@ class Readers:
         return place is not None and place.reading is not None
 
     def finish_all(self, ranks: Finished) -> Finished:
-        """Those that have it open, by another reading, are left."""
+        """Ranks that have it open, by another reading, are left."""
         for who in [who for who in ranks if not self.reads(who)]:
             attempt, by, nbytes = ranks.pop(who)
             try:

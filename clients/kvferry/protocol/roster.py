@@ -28,7 +28,7 @@ class _Roster:
     streams: dict[int, tuple[int, e.Member]] = field(default_factory=dict)
     """Rank and member of each that is open, in the order in which they came; those of a rank are of one start."""
     places: dict[int, str] = field(default_factory=dict)
-    """Where each rank has joined from: it comes from nowhere else, also after it has left."""
+    """The address from which each rank has joined: it comes from nowhere else, also after it has left."""
 
     def members(self) -> e.Members:
         """The last stream of a rank speaks for it."""
@@ -126,7 +126,7 @@ class Joinings:
         """within_s: the time of a renewal."""
         self._within_s = within_s
         self._joinings: dict[int, _Joining] = {}
-        """Those that are wanted, in the order in which they came."""
+        """Joinings that are wanted, in the order in which they came."""
         self._numbers = itertools.count(1)
         self._again: Alarms[int] = Alarms()
         self._late: Alarms[int] = Alarms()

@@ -95,7 +95,7 @@ class Serving:
         opened.view, opened.untold, opened.waits = None, False, False
         if opened.packing is not None and opened.packing.whole:
             opened.over = why
-            return []  # what was packed stays as good as it was
+            return []  # its packed chunks stay as good as they were
         opened.problem = why
         return [*_ended(opened), e.Speak(opened.asked.reading)]
 

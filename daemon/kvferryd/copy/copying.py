@@ -99,7 +99,7 @@ def given_up() -> KvferryError:
 
 
 def typed(error: Exception) -> KvferryError:
-    """What a copy may raise is of many kinds; one of ours stays."""
+    """An error of a copy may be of many kinds; one of ours stays."""
     if isinstance(error, KvferryError):
         return error
     return Internal("copy_failed", f"the copy failed: {type(error).__name__} {error}"[:500])

@@ -51,7 +51,7 @@ class ServedStream:
         self._retired, self._announcing = retired, announcing
         self._stream, self._gatherer = 0, gatherer
         self._packers: dict[int, Packer] = {}
-        """One for each reading that packs."""
+        """Each reading that packs has one."""
         self.outbox = Outbox(_several, several=several)
 
     def record(self) -> InboundRecord:

@@ -45,7 +45,7 @@ class MappedMemory:
         self._runner = engine.runner
         try:
             for _ in range(TRIES):
-                await self.unmap()  # what a first try has left
+                await self.unmap()  # a first try may have left some
                 async with asyncio.timeout(timeout_s):
                     if await self._map(engine.runner, strict=engine.strict):
                         break
