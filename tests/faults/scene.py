@@ -34,7 +34,7 @@ from remote import Remote, remote
 from slots import gauge
 from stopping import stepped
 from victim import OWN_FAULT
-from wire import TCP
+from wire import TCP, TRIES
 
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
@@ -48,8 +48,6 @@ TOKENS = BLOCK * COUNT
 SMALL = BLOCK
 STATES = ("waiting", "connecting", "reading", "verifying", "not quiet")
 """not quiet: the transfer was aborted, and its read may still write."""
-TRIES = 40
-"""Of a state that is over in a moment."""
 GRACE_S = 20.0
 """A request's end may come this much after its deadline on a busy machine. Nothing comes near it otherwise."""
 KEPT_FILES, KEPT_THREADS = 24, 4

@@ -23,7 +23,7 @@ from pair import is_in
 from ranks import Kv, Shape
 from stopping import stepped, stopped
 from test_peer_secret import secret_file
-from wire import TCP
+from wire import TCP, TRIES
 
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
@@ -470,6 +470,9 @@ async def test_more_connections_than_the_bound_end_the_one_longest_without_a_req
     await until(one_more_is_ended, "all have a request, and a new connection is ended")
 
 
+HURRY = ("first", "second", "third", "fourth", "fifth", "urgent")
+
+
 @pytest.mark.slow
 async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
@@ -480,25 +483,28 @@ async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read
     tokens, shape = 2048, Shape.tp(1, num_blocks=1024)
     source, _ = await engine_on(stack, "hurry-s", there, shape)
     reader, router = await engine_on(stack, "hurry-r", here, shape)
-    kv, prompts, done = Kv.random(tokens), {}, []
-    async with asyncio.TaskGroup() as receiving:
-        for request_id in ("first", "second", "third", "fourth", "fifth", "urgent"):
-            prompts[request_id] = source.take(tokens)
-            source.write(kv, prompts[request_id])
-            received = receiving.create_task(reader.receive(request_id, reader.take(tokens)))
-            received.add_done_callback(lambda _, request_id=request_id: done.append(request_id))
-            priority = 7 if request_id == "urgent" else 0
-            await router.order(
-                OrderBody(request_id=request_id, source=source.source(), priority=priority, way="direct")
-            )
-        with stopped(here.process.pid):  # then it gets all announcements at once
-            await asyncio.gather(*(source.publish(each, blocks, tokens) for each, blocks in prompts.items()))
-        with stepped(there.process.pid) as step:  # until all are being read, over TCP: none is over before that
-            async with asyncio.timeout(TIMEOUT_S):
-                while not all([await is_in(router, each, TransferState.READING) for each in prompts]):
-                    assert not done, f"over before all were being read: {done}"
-                    step()
-    assert done[0] == "urgent", done
+    kv, all_read_at_once = Kv.random(tokens), False
+    for number in range(TRIES):  # a busy machine may let one end before the last is being read
+        prompts, done = {f"{name}-{number}": source.take(tokens) for name in HURRY}, list[str]()
+        async with asyncio.TaskGroup() as receiving:
+            for request_id, blocks in prompts.items():
+                source.write(kv, blocks)
+                received = receiving.create_task(reader.receive(request_id, reader.take(tokens)))
+                received.add_done_callback(lambda _, request_id=request_id, done=done: done.append(request_id))
+                priority = 7 if request_id.startswith("urgent") else 0
+                await router.order(
+                    OrderBody(request_id=request_id, source=source.source(), priority=priority, way="direct")
+                )
+            with stopped(here.process.pid):  # then it gets all announcements at once
+                await asyncio.gather(*(source.publish(each, blocks, tokens) for each, blocks in prompts.items()))
+            with stepped(there.process.pid) as step:
+                async with asyncio.timeout(TIMEOUT_S):
+                    while not (all_read_at_once or done):
+                        all_read_at_once = all([await is_in(router, each, TransferState.READING) for each in prompts])
+                        step()
+        if all_read_at_once:
+            break
+    assert all_read_at_once and done[0].startswith("urgent"), done
 
 
 BODY_TO_COME = b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fleet import TIMEOUT_S, Daemons
@@ -32,13 +33,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_cancelled_receive_that_is_not_quiet_says_so(pair: TcpPair, request_id: str) -> None:
-    await pair.published(request_id)
     client, tables = pair.reader.ranks[0].client, pair.reader.take(TOKENS).tables()
-    receive = client.receive(request_id, tables, source=pair.source.source())
-    async with pair.stopped_in_mid_read(request_id, receive) as receiving:
-        receiving.cancel()
+
+    def receive(published: str) -> Coroutine[Any, Any, object]:
+        return client.receive(published, tables, source=pair.source.source())
+
+    async with pair.stopped_in_mid_read(request_id, receive) as read:
+        read.receiving.cancel()
         with pytest.raises(ReceiveCancelled) as cancelled:
-            await asyncio.wait_for(receiving, TIMEOUT_S)
+            await asyncio.wait_for(read.receiving, TIMEOUT_S)
         assert not cancelled.value.blocks_safe
         quiesced = asyncio.create_task(cancelled.value.quiesced())
         assert await pair.quarantined()
@@ -75,17 +78,16 @@ async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether
     await pair.published("blocking-warm", small)
     warm = client.receive("blocking-warm", pair.reader.take(small).tables(), source=source)
     await asyncio.to_thread(warm.result, TIMEOUT_S)
-    await pair.published(request_id)  # what has read before is told, and reads without asking
     tables = pair.reader.take(TOKENS).tables()
     reader = replace(pair, reader_router=await stack.enter_async_context(RouterClient(daemon.url)))
     receives = []
 
-    async def receive() -> None:
-        receives.append(client.receive(request_id, tables, source=source))
-        await asyncio.gather(asyncio.wrap_future(receives[0]), return_exceptions=True)
+    async def receive(published: str) -> None:
+        receives.append(client.receive(published, tables, source=source))
+        await asyncio.gather(asyncio.wrap_future(receives[-1]), return_exceptions=True)
 
-    async with reader.stopped_in_mid_read(request_id, receive()):
-        (receiving,) = receives
+    async with reader.stopped_in_mid_read(request_id, receive):
+        receiving = receives[-1]
         receiving.cancel()
         assert not receiving.done(), "nobody knows yet"
         with pytest.raises(TransferFailed) as failed:

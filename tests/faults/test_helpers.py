@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -56,15 +58,17 @@ async def test_over_tcp_a_stopped_source_leaves_a_read_in_flight(
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
     pair = await stack.enter_async_context(tcp_pair(daemons, "helpers"))
-    kv, _, _ = await pair.published(request_id)
     blocks = pair.reader.take(TOKENS)
     expected = pair.reader.snapshot()
-    pair.reader.write_into(expected, kv, blocks)
-    receive = pair.reader.receive(request_id, blocks, source=pair.source.source())
-    async with pair.stopped_in_mid_read(request_id, receive) as receiving:
-        await pair.reader.ranks[0].client.abort(request_id)
+
+    def receive(published: str) -> Coroutine[Any, Any, object]:
+        return pair.reader.receive(published, blocks, source=pair.source.source())
+
+    async with pair.stopped_in_mid_read(request_id, receive) as read:
+        pair.reader.write_into(expected, read.kv, blocks)
+        await pair.reader.ranks[0].client.abort(read.request_id)
         with pytest.raises(TransferFailed) as failed:
-            await receiving
+            await read.receiving
         assert await pair.quarantined() >= NBYTES
         safe = asyncio.create_task(failed.value.quiesced())
         await pair.reader_router.transfers()  # the daemon has had time to say so

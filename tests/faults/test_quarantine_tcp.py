@@ -7,15 +7,16 @@ source does, whatever has become of its request by then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, under_way, until
 from pair import is_in
 from ranks import Blocks, Kv
 from remote import Remote, remote
-from wire import BIG, NBYTES, TOKENS, TcpPair, tcp_pair
+from wire import BIG, NBYTES, TOKENS, MidRead, TcpPair, tcp_pair
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import TransferState
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.anyio
 COUNT = TOKENS // BIG.block_size
 BLOCKS = Blocks(tuple(range(COUNT)), 0)
 """The reader's, of the old request, and then of the new one."""
-OLD, NEW = 1, 2
-"""Seeds of their KV."""
+NEW = 2
+"""Seed of its KV."""
 OVERLAPS = (BLOCKS, Blocks((2 * COUNT, COUNT - 1), 1), Blocks((2 * COUNT,), 0))
 """All of them; one block of many; the block of the state."""
 
@@ -48,9 +49,10 @@ async def reader(pair: TcpPair, request_id: str) -> AsyncIterator[Remote]:
 async def test_blocks_of_a_cancelled_receive_are_given_to_nobody_until_they_are_quiet(
     pair: TcpPair, reader: Remote, stack: AsyncExitStack, request_id: str
 ) -> None:
-    async with abandoned(pair, reader, request_id) as (old, _):
-        cancelling = await stack.enter_async_context(under_way(reader.cancel(old)))
-        await until(lambda: is_in(pair.reader_router, old, TransferState.ABORTED), "the transfer is aborted")
+    async with abandoned(pair, reader, request_id) as old:
+        cancelling = await stack.enter_async_context(under_way(reader.cancel(old.request_id)))
+        aborted = TransferState.ABORTED
+        await until(lambda: is_in(pair.reader_router, old.request_id, aborted), "the transfer is aborted")
         assert await pair.quarantined() >= NBYTES
         await refuses(reader, request_id)
         with pytest.raises(KvferryError) as free:  # others are free: it is taken, and nobody orders it
@@ -68,11 +70,11 @@ async def test_blocks_of_a_cancelled_receive_are_given_to_nobody_until_they_are_
 async def test_an_engine_learns_when_the_blocks_of_an_aborted_receive_are_safe(
     pair: TcpPair, reader: Remote, stack: AsyncExitStack, request_id: str
 ) -> None:
-    async with abandoned(pair, reader, request_id) as (old, failing):
-        await pair.reader_router.abort_request(old)
+    async with abandoned(pair, reader, request_id) as old:
+        await pair.reader_router.abort_request(old.request_id)
         with pytest.raises(KvferryError):
-            await asyncio.wait_for(asyncio.shield(failing), TIMEOUT_S)
-        quiesced = await stack.enter_async_context(under_way(reader.quiesced(old)))
+            await asyncio.wait_for(asyncio.shield(old.receiving), TIMEOUT_S)
+        quiesced = await stack.enter_async_context(under_way(reader.quiesced(old.request_id)))
         await refuses(reader, request_id)
         assert not quiesced.done()
     await asyncio.wait_for(quiesced, TIMEOUT_S)
@@ -81,13 +83,14 @@ async def test_an_engine_learns_when_the_blocks_of_an_aborted_receive_are_safe(
 
 
 @asynccontextmanager
-async def abandoned(pair: TcpPair, reader: Remote, request_id: str) -> AsyncIterator[tuple[str, asyncio.Task[int]]]:
-    """A request that is read into BLOCKS while its source stands still, and its receive."""
-    old = f"{request_id}-old"
-    await publish(pair, old, OLD)
-    receive = reader.receive(old, BLOCKS, pair.source.source())
-    async with pair.stopped_in_mid_read(old, receive) as receiving:
-        yield old, receiving
+async def abandoned(pair: TcpPair, reader: Remote, request_id: str) -> AsyncIterator[MidRead[int]]:
+    """A request that is read into BLOCKS while its source stands still."""
+
+    def receive(old: str) -> Coroutine[Any, Any, int]:
+        return reader.receive(old, BLOCKS, pair.source.source())
+
+    async with pair.stopped_in_mid_read(f"{request_id}-old", receive) as old:
+        yield old
 
 
 async def refuses(reader: Remote, request_id: str) -> None:

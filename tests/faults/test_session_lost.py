@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import signal
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -106,12 +107,15 @@ async def test_a_read_under_way_when_the_session_ends_is_over_when_the_engine_is
     daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
     pair = await stack.enter_async_context(tcp_pair(daemons, "lost"))
-    await pair.published(request_id)
-    receive = pair.reader.receive(request_id, pair.reader.take(TOKENS), source=pair.source.source())
-    async with pair.stopped_in_mid_read(request_id, receive) as receiving:
+    blocks = pair.reader.take(TOKENS)
+
+    def receive(published: str) -> Coroutine[Any, Any, object]:
+        return pair.reader.receive(published, blocks, source=pair.source.source())
+
+    async with pair.stopped_in_mid_read(request_id, receive) as read:
         await asyncio.wait_for(lose_session(pair.reader.ranks[0].client), TIMEOUT_S)
         with pytest.raises(TransferFailed) as failed:
-            await asyncio.wait_for(receiving, TIMEOUT_S)
+            await asyncio.wait_for(read.receiving, TIMEOUT_S)
         await asyncio.wait_for(failed.value.quiesced(), TIMEOUT_S)
         pair.reader.ranks[0].memory[:] = 0xAB  # the blocks are the engine's again
 

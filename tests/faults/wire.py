@@ -5,19 +5,19 @@ quarantine. Over TCP the source's process has to send the bytes: while it stands
 end.
 
     async with tcp_pair(daemons, "a") as pair:                  # daemons: the fixture
-        kv, blocks, lease = await pair.published(request_id)
-        receive = pair.reader.receive(request_id, reserved, source=pair.source.source())
-        async with pair.stopped_in_mid_read(request_id, receive) as receiving:
+        def receive(published: str):
+            return pair.reader.receive(published, reserved, source=pair.source.source())
+        async with pair.stopped_in_mid_read(request_id, receive) as read:
             ...                                                 # `reading`, and the source's daemon stands still
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import httpx
 from fleet import TCP_ALONE, TIMEOUT_S, Daemons, under_way
@@ -39,6 +39,17 @@ BIG = Shape.tp(1, block_size=1024, num_blocks=128)
 TOKENS = 48 << 10
 """Of one big request: 48 blocks of BIG, 28 MB. Two of them fit, and a small one."""
 NBYTES = TOKENS * TOKEN_NBYTES
+TRIES = 40
+"""To see what is over in a moment."""
+
+
+@dataclass(frozen=True)
+class MidRead(Generic[T]):
+    """A request that is being read, and goes no further."""
+
+    request_id: str
+    kv: Kv
+    receiving: asyncio.Task[T]
 
 
 @dataclass
@@ -67,17 +78,30 @@ class TcpPair:
 
     @asynccontextmanager
     async def stopped_in_mid_read(
-        self, request_id: str, receive: Coroutine[Any, Any, T]
-    ) -> AsyncIterator[asyncio.Task[T]]:
-        """Inside the block `receive` is a task that has begun to read, and the source's daemon stands still."""
-        pid = self.source_daemon.process.pid
-        async with under_way(receive) as receiving:
-            with stepped(pid) as step:
-                async with asyncio.timeout(TIMEOUT_S):
-                    while not await is_in(self.reader_router, request_id, TransferState.READING):
-                        assert not receiving.done(), "it was over already"
-                        step()
-                yield receiving
+        self, request_id: str, receive: Callable[[str], Coroutine[Any, Any, T]]
+    ) -> AsyncIterator[MidRead[T]]:
+        """Inside the block a request is being read, and the source's daemon stands still. `receive`: of a request that
+        has been published. A busy machine may let a read end in one step: then another request is tried."""
+        for number in range(TRIES):
+            name = f"{request_id}-{number}"
+            kv, _, _ = await self.published(name)
+            async with AsyncExitStack() as standing:
+                receiving = await standing.enter_async_context(under_way(receive(name)))
+                step = standing.enter_context(stepped(self.source_daemon.process.pid))
+                if await self._reads(name, receiving, step):
+                    yield MidRead(name, kv, receiving)
+                    return
+        raise AssertionError(f"in {TRIES} tries no request was seen while it was read")
+
+    async def _reads(self, request_id: str, receiving: asyncio.Task[Any], step: Callable[[], None]) -> bool:
+        """False if it has been read before anybody saw it."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while not await is_in(self.reader_router, request_id, TransferState.READING):
+                if receiving.done():
+                    await receiving
+                    return False
+                step()
+        return True
 
     async def quarantined(self) -> float:
         """Bytes that the reader's daemon holds back, as it says in its metrics."""

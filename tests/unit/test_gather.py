@@ -122,9 +122,9 @@ Readers = Callable[..., Reader]
 
 
 @pytest.fixture
-async def readers(chunks: list[Chunk], pool: np.ndarray) -> Readers:
-    """What is named is changed in what they say."""
-    pairings = Pairings()
+async def readers(chunks: list[Chunk], pool: np.ndarray) -> AsyncIterator[Readers]:
+    """What is named is changed in what they say. All of them are gone at the end."""
+    pairings, all_made = Pairings(), list[Reader]()
     await pairings.add("a plan", SOURCE, [SOURCE], READER)
     opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)
     nbytes = sum(chunk.nbytes for chunk in chunks)
@@ -135,9 +135,12 @@ async def readers(chunks: list[Chunk], pool: np.ndarray) -> Readers:
         said_instead = peer_pb2.PackOpen()
         said_instead.MergeFrom(opening)
         said_instead.MergeFrom(peer_pb2.PackOpen(**change))
-        return Reader(Gatherer(SOURCE, {0: pool.ctypes.data}, arena, pairings), said_instead)
+        all_made.append(Reader(Gatherer(SOURCE, {0: pool.ctypes.data}, arena, pairings), said_instead))
+        return all_made[-1]
 
-    return made
+    yield made
+    for reader in all_made:
+        await reader.goes()
 
 
 # ---- what no reader of ours says ----

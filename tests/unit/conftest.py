@@ -1,0 +1,28 @@
+"""What holds for every test of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def ends_what_it_begins(request: pytest.FixtureRequest) -> None:
+    if "anyio_backend" in request.fixturenames:
+        request.getfixturevalue("no_task_goes_on")
+
+
+@pytest.fixture
+async def no_task_goes_on() -> AsyncIterator[None]:
+    """A task that a test forgets would end, with its error, in whichever test has the loop by then."""
+    before = tasks()
+    yield
+    assert tasks() <= before, "the test leaves tasks"
+
+
+def tasks() -> set[asyncio.Task[Any]]:
+    """Those of this loop, without those of anyio that run tests and fixtures."""
+    return {task for task in asyncio.all_tasks() if "TestRunner." not in getattr(task.get_coro(), "__qualname__", "")}
