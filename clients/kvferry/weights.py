@@ -7,11 +7,16 @@ change comes between two steps, the same two on all ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cachetools import LRUCache
+
 from kvferry.blocking import BlockingEngineClient
+
+KEPT = 4096
+"""Of so many adapters the content is known. One that is asked for again after more others is read again."""
 
 
 class Weights:
@@ -65,9 +70,27 @@ class Weights:
             self.replaced(self._base)
 
 
+class Adapters:
+    """The content of an engine's LoRA adapters, in the process that makes the digests of its prompts."""
+
+    def __init__(self) -> None:
+        self._digests: LRUCache[Hashable, str] = LRUCache(KEPT)
+
+    def loaded(self, adapter: Hashable, path: str) -> None:
+        """The engine has loaded it from there, also where it had another content before. adapter: what the engine
+        tells adapters apart by."""
+        self._digests[adapter] = digest_of_adapter(path)
+
+    def digest(self, adapter: Hashable, path: str) -> str:
+        """The content that the engine has loaded; of an adapter that it has not loaded yet, what is there now."""
+        if adapter not in self._digests:
+            self.loaded(adapter, path)
+        return self._digests[adapter]
+
+
 def digest_of_adapter(path: str) -> str:
     """The digest of all files of a LoRA adapter, as they are small; of its name where that is no folder."""
-    folder = Path(path)
+    folder = Path(path).expanduser()
     digest = hashlib.sha256(b"" if folder.is_dir() else path.encode())
     for file in sorted(folder.glob("adapter_*")):
         digest.update(file.name.encode())

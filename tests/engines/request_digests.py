@@ -1,11 +1,13 @@
 """Print the digests of vLLM requests that differ in one thing each. Run by the Python that vLLM is installed for.
 
-.venv-engines/bin/python tests/engines/request_digests.py
+.venv-engines/bin/python tests/engines/request_digests.py FOLDER
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import torch
 from vllm.lora.request import LoRARequest
@@ -26,6 +28,13 @@ def request(tokens: list[int] | None = TOKENS, **more: object) -> Request:
     return Request("r", tokens, SamplingParams(max_tokens=1), None, **more)
 
 
+def adapter(name: str, folder: str, content: bytes) -> LoRARequest:
+    path = Path(sys.argv[1], folder)
+    path.mkdir()
+    (path / "adapter_model.safetensors").write_bytes(content)
+    return LoRARequest(name, 1, str(path))
+
+
 def main() -> None:
     rows = torch.arange(20 * 8, dtype=torch.float32).view(20, 8)
     other_rows = rows.clone()
@@ -39,9 +48,9 @@ def main() -> None:
         "a longer image": request(mm_features=[image("cat", length=7)]),
         "an image after these tokens": request(mm_features=[image("cat", 15, 5)]),
         "two images": request(mm_features=[image("cat"), image("dog", 11, 3)]),
-        "adapter": request(lora_request=LoRARequest("one", 1, "/adapters/one")),
-        "another adapter": request(lora_request=LoRARequest("two", 2, "/adapters/two")),
-        "the adapter from elsewhere": request(lora_request=LoRARequest("one", 7, "/copies/one")),
+        "adapter": request(lora_request=adapter("one", "here", b"one")),
+        "another adapter": request(lora_request=adapter("one", "there", b"two")),
+        "the adapter from elsewhere": request(lora_request=adapter("another name", "elsewhere", b"one")),
         "embeddings": request(None, prompt_embeds=rows),
         "other embeddings": request(None, prompt_embeds=other_rows),
     }

@@ -19,6 +19,7 @@ from kvferry.handoff import Counted, Remembered
 from kvferry.schemas import SourceBody
 from kvferry.sglang import BACKEND
 from kvferry.sglang.manager import Manager
+from kvferry.weights import Adapters
 
 SOURCE = SourceBody(engine_id="p", address="127.0.0.1:9")
 
@@ -31,8 +32,9 @@ class Rank:
         manager: Any = object.__new__(Manager)
         manager.attempts, manager.prefill_info_table, manager.timeout_s = Counted(), Remembered(), 1.0
         manager.rank = SimpleNamespace(
-            daemon=SimpleNamespace(receive=self._receive), idle=SimpleNamespace(wake_after=lambda end: None)
-        )
+            daemon=SimpleNamespace(receive=self._receive), idle=SimpleNamespace(wake_after=lambda end: None),
+            adapters=Adapters(),
+        )  # fmt: skip
         manager.source, manager.drain = lambda address: SOURCE, lambda room, receiver: None
         self.queue: Any = object.__new__(DecodePreallocQueue)
         self.queue.kv_manager, self.queue.queue, self.queue.metadata_buffers = manager, [], None

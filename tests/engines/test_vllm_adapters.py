@@ -46,8 +46,8 @@ class Tuned:
         return prompt(300, seed=self.made)
 
 
-def load(engine: Service, folder: Path, *, again: bool) -> None:
-    body = {"lora_name": NAME, "lora_path": str(folder), "load_inplace": again}
+def load(engine: Service, folder: Path, *, again: bool = False, name: str = NAME) -> None:
+    body = {"lora_name": name, "lora_path": str(folder), "load_inplace": again}
     answer = httpx.post(f"{engine.url}/v1/load_lora_adapter", json=body, trust_env=False, timeout=ANSWER_S)
     assert answer.status_code == 200, answer.text
 
@@ -64,13 +64,13 @@ def alone(engine: Service, tokens: list[int], model: str = NAME) -> list[int]:
     return tokens_of(complete(engine, tokens, max_tokens=6, model=model))
 
 
-def prefilled(both: Tuned, tokens: list[int]) -> Any:
-    answer = complete(both.pair.prefill, tokens, max_tokens=1, model=NAME, kv_transfer_params=PREFILL_LEG)
+def prefilled(both: Tuned, tokens: list[int], model: str = NAME) -> Any:
+    answer = complete(both.pair.prefill, tokens, max_tokens=1, model=model, kv_transfer_params=PREFILL_LEG)
     return answer.json()["kv_transfer_params"]
 
 
-def decoded(both: Tuned, tokens: list[int], params: Any) -> httpx.Response:
-    return complete(both.pair.decode, tokens, max_tokens=6, model=NAME, kv_transfer_params=params)
+def decoded(both: Tuned, tokens: list[int], params: Any, model: str = NAME) -> httpx.Response:
+    return complete(both.pair.decode, tokens, max_tokens=6, model=model, kv_transfer_params=params)
 
 
 def is_handed_over(both: Tuned) -> None:
@@ -93,7 +93,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
     side = {"flags": flags, "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}}
     with pair(prefill=side, decode=side, daemon_flags=("--lease-ttl-s", "60")) as engines:
         for engine in (engines.prefill, engines.decode):
-            load(engine, folders[0], again=False)
+            load(engine, folders[0])
         yield Tuned(engines, *folders)
 
 
@@ -133,3 +133,20 @@ def test_what_the_prefix_cache_has_of_the_adapter_before_is_not_published(both: 
     for engine in (prefill, decode):
         reset(engine)
     is_handed_over(both)
+
+
+def test_one_name_does_not_make_two_adapters_one(both: Tuned) -> None:
+    """Each side has loaded its own, for the first time. Adapters are told apart by their content."""
+    prefill, decode = both.pair.prefill, both.pair.decode
+    load(prefill, both.a, name="of the same name")
+    load(decode, both.b, name="of the same name")
+    load(decode, both.a, name="of another name")
+    tokens = both.prompt()
+    assert alone(prefill, tokens, "of the same name") != alone(decode, tokens, "of the same name")
+    tokens = both.prompt()
+    published = prefilled(both, tokens, "of the same name")
+    assert decoded(both, tokens, published, "of the same name").status_code == 500, "KV of another adapter was read"
+    assert why(both) == "other_prompt"
+    tokens = both.prompt()
+    answer = tokens_of(decoded(both, tokens, prefilled(both, tokens, "of the same name"), "of another name"))
+    assert answer == alone(prefill, tokens, "of the same name")

@@ -111,10 +111,10 @@ def test_a_request_id_may_come_with_other_prompts_at_once(engines: Pair, proxy: 
         assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
 
 
-def test_what_changes_the_kv_changes_the_digest() -> None:
+def test_what_changes_the_kv_changes_the_digest(tmp_path: Path) -> None:
     """Of vLLM's own requests: images, adapters, embeddings; what changes no KV does not."""
     script = Path(__file__).with_name("request_digests.py")
-    done = subprocess.run([PYTHON, script], timeout=START_S, check=False, capture_output=True, text=True)
+    done = subprocess.run([PYTHON, script, tmp_path], timeout=START_S, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     digests = json.loads(done.stdout.splitlines()[-1])
     text = prompt_digest(range(100, 115)).hex()

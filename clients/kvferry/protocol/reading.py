@@ -52,12 +52,7 @@ class Computed:
         return seen.weights == self.weights and (not self.digest or seen.digest == self.digest)
 
     def check(self, seen: Seen, request_id: str, rank: int) -> None:
-        """Raises KvferryError (`other_prompt`, `other_weights`)."""
-        if self.digest and seen.digest != self.digest:
-            how = "for another prompt than this one" if seen.digest else "without a digest of its prompt"
-            why = f"request {request_id} was published {how}"
-            remedy = "hand kv_transfer_params on with the prompt that they were made for"
-            raise Conflict("other_prompt", why, field="digest", value=seen.digest.hex(), remedy=remedy)
+        """Raises KvferryError: `other_weights`, also where the prompt is another, too; `other_prompt`."""
         if seen.weights != self.weights:
             why = (
                 f"rank {rank} of the source computed request {request_id} by weights {seen.weights!r}, and this engine "
@@ -65,6 +60,11 @@ class Computed:
             )
             remedy = "replace the weights on both sides, under one name, and prefill the request again"
             raise Conflict("other_weights", why, field="weights", value=seen.weights, remedy=remedy)
+        if self.digest and seen.digest != self.digest:
+            how = "for another prompt than this one" if seen.digest else "without a digest of its prompt"
+            why = f"request {request_id} was published {how}"
+            remedy = "hand kv_transfer_params on with the prompt that they were made for, and with its LoRA adapter"
+            raise Conflict("other_prompt", why, field="digest", value=seen.digest.hex(), remedy=remedy)
 
 
 # ---- what it is told ----

@@ -168,6 +168,13 @@ def _name_weights(_: None, scheduler: Any, new_version: str | None) -> None:
         this_rank().weights.rename(new_version)
 
 
+def _note_adapter(result: Any, manager: Any, lora_ref: Any) -> None:
+    from kvferry.sglang.rank import chosen, this_rank
+
+    if result.success and chosen():
+        this_rank().adapters.loaded(lora_ref.lora_id, lora_ref.lora_path)
+
+
 def _count_step(run: Callable[..., Any], scheduler: Any, *rest: Any, **more: Any) -> Any:
     from kvferry.sglang.rank import chosen, this_rank
 
@@ -205,6 +212,8 @@ HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
         for name in ("update_weights_from_disk", "update_weights_from_ipc", "begin_weight_update", *IN_SESSION)
     },
     f"{SCHEDULER}.record_weight_version_change": (("self", "new_version"), _name_weights, "AFTER"),
+    # An adapter is bound by its content: SGLang's id of it is made from its name and its path.
+    "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter": (("self", "lora_ref"), _note_adapter, "AFTER"),
     f"{SCHEDULER}.run_batch": (("self", "batch"), _count_step, "AROUND"),
     f"{SCHEDULER}.flush_cache": (("self", "empty_cache"), _note_flush, "AFTER"),
 }  # fmt: skip

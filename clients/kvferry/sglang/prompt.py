@@ -16,6 +16,7 @@ import numpy as np
 from kvferry.digest import prompt_digest
 from kvferry.errors import Malformed
 from kvferry.handoff import PARAMS, Handoff, Origin
+from kvferry.weights import Adapters
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -42,14 +43,15 @@ class Prompt:
     digest: bytes
 
     @classmethod
-    def of(cls, req: Req) -> Prompt:
-        """In SGLang's token ids an image, a sound or a video is there by a hash of its content."""
-        return cls(len(req.origin_input_ids), prompt_digest(req.origin_input_ids, _extras(req)))
+    def of(cls, req: Req, adapters: Adapters) -> Prompt:
+        """In SGLang's token ids an image, a sound or a video is there by a hash of its content. adapters: those that
+        this process has loaded, by SGLang's ids of them."""
+        return cls(len(req.origin_input_ids), prompt_digest(req.origin_input_ids, _extras(req, adapters)))
 
 
-def _extras(req: Req) -> Iterator[str]:
+def _extras(req: Req, adapters: Adapters) -> Iterator[str]:
     if req.lora_id is not None:
-        yield f"lora={req.lora_id}"
+        yield f"lora={adapters.digest(req.lora_id, req.lora_id)}"
     if req.input_embeds is not None:
         yield f"embeds={hashlib.sha256(np.asarray(req.input_embeds, np.float32).tobytes()).hexdigest()}"
 

@@ -25,7 +25,7 @@ from kvferry.sglang import BACKEND
 from kvferry.sglang.cache import describe
 from kvferry.sglang.idle import Idle
 from kvferry.sglang.options import Options
-from kvferry.weights import Weights
+from kvferry.weights import Adapters, Weights
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -48,6 +48,7 @@ class Rank:
             timeout_s=self.options.connect_timeout_s, say=log.warning,
         )  # fmt: skip
         self.weights = Weights(self.daemon, f"{self.engine_id}/{self._epoch}", log.info)
+        self.adapters = Adapters()
         self.version: str | None = None
         """The name that the update under way, or the last one, has been told."""
         self.cached_since = 1

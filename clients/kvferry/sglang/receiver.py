@@ -62,7 +62,7 @@ class Receiver(BaseKVReceiver):
 
         rows: of all requests, where SGLang looks for the first token.
         """
-        self._prompt, self._rows = Prompt.of(req), rows
+        self._prompt, self._rows = Prompt.of(req, self.kv_mgr.rank.adapters), rows
         if self.bootstrap_addr == ADDRESS:
             self.kv_mgr.prefill_info_table[ADDRESS] = PREFILL
             try:

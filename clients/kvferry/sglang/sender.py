@@ -70,7 +70,7 @@ class Sender(BaseKVSender):
 
     def bind(self, req: Req) -> None:
         """To the request whose prompt's KV this is."""
-        self._prompt = Prompt.of(req)
+        self._prompt = Prompt.of(req, self.kv_mgr.rank.adapters)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._expected, self._aux = num_kv_indices, aux_index or 0

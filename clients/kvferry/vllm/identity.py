@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from kvferry.digest import prompt_digest
 from kvferry.fingerprint import model_fingerprint
 from kvferry.vllm.options import Options
+from kvferry.weights import Adapters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 
@@ -29,6 +31,15 @@ def checkpoint(config: VllmConfig) -> str:
     )  # fmt: skip
 
 
+adapters = Adapters()
+"""Those of this process's engine core, which kvferry.vllm.weights watches."""
+
+
+def adapter_of(lora: LoRARequest) -> tuple[tuple[str, str], str]:
+    """How vLLM tells it apart, and where it is."""
+    return (lora.lora_name, lora.lora_path), lora.lora_path
+
+
 def digest_of(request: Request, num_tokens: int) -> bytes:
     """The digest of the request's first `num_tokens` tokens. docs/engines.md lists what it covers."""
     return prompt_digest(request._all_token_ids[:num_tokens], _extras(request, num_tokens))
@@ -37,7 +48,7 @@ def digest_of(request: Request, num_tokens: int) -> bytes:
 def _extras(request: Request, num_tokens: int) -> Iterator[str]:
     """What vLLM adds to the hashes of its blocks, without `cache_salt`, which changes no KV."""
     if request.lora_request is not None:
-        yield f"lora={request.lora_request.lora_name}"
+        yield f"lora={adapters.digest(*adapter_of(request.lora_request))}"
     for feature in request.mm_features:  # in the order of the prompt
         position = feature.mm_position
         if position.offset < num_tokens:

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import KvferryError
-from kvferry.vllm.identity import checkpoint
+from kvferry.vllm.identity import adapter_of, adapters, checkpoint
 from kvferry.weights import Weights, digest_of_adapter
 
 if TYPE_CHECKING:
@@ -74,12 +74,13 @@ def watch_worker() -> None:
 
 
 def watch_core() -> None:
-    """Wrap what gives weights their version in this process. Idempotent."""
+    """Wrap what gives weights their version in this process, and what loads adapters. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     if not hasattr(EngineCore, "kvferry_watched"):
         EngineCore.kvferry_watched = True
         _wrap(EngineCore, "set_weight_version", _naming)
+        _wrap(EngineCore, "add_lora", _adding)
 
 
 def _wrap(holder: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -100,6 +101,16 @@ def _naming(give: Callable[..., Any]) -> Callable[..., Any]:
         core.collective_rpc("kvferry_rename_weights", args=(weight_version,))
 
     return named
+
+
+def _adding(add: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add)
+    def added(core: Any, lora_request: Any) -> Any:
+        done = add(core, lora_request)
+        adapters.loaded(*adapter_of(lora_request))
+        return done
+
+    return added
 
 
 def _replacing(replace: Callable[..., Any]) -> Callable[..., Any]:
