@@ -354,7 +354,7 @@ class Ferry:
         reasons = []
         if self.jobs.draining:
             reasons.append("draining")
-        open_ones = [session for session in self.registry.sessions if session.attached and not session.retired.is_set()]
+        open_ones = [session for session in self.registry.sessions if session.attached]
         registered = [session.engine for session in open_ones if session.engine is not None]
         if not registered:
             reasons.append("no engine has registered its cache")

@@ -243,7 +243,7 @@ def test_a_region_that_comes_too_late_and_cannot_be_freed_is_accounted_for(world
         def late(*_: object) -> Any:
             made = adopt(engine_pb2.Memory())
             made.close = breaks  # type: ignore[method-assign]
-            session.retired.set()
+            session.retiring = True
             return made
 
         daemon.ferry.memory.adopt = late  # type: ignore[method-assign]

@@ -23,6 +23,7 @@ from kvferryd.peers import reader_stream
 from kvferryd.peers.introduce import reader_of
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.peers import Peers
+from kvferryd.peers.roster import Roster, Seed
 from kvferryd.plan import plan
 from kvferryd.transport.read import TransportError
 
@@ -74,6 +75,21 @@ async def test_streams_to_all_peers_end_together(monkeypatch: pytest.MonkeyPatch
         await peers.forget_engine(engine)
     assert not len(peers.channels)
     await asyncio.gather(peers.close(), server.stop(0))
+
+
+async def test_nothing_is_begun_with_peers_for_an_engine_that_retires() -> None:
+    """Its peers may have been forgotten by then: nobody would end what begins now."""
+    config, seed = Config(), Seed()
+    peers, engine = Peers(config, Metrics()), first_of("127.0.0.1:1", "127.0.0.1:2")
+    roster = Roster(config, peers.channels, seed, "instance", lambda engine: None)
+    engine.session.retiring = True
+    peers.want(engine, ("127.0.0.1:1",))
+    roster.follow(engine)
+    assert not of_meetings() and not roster._places
+    with pytest.raises(KvferryError) as gone:
+        await peers.get(engine, "far", "127.0.0.1:1")
+    assert gone.value.code == "engine_gone"
+    await peers.close()
 
 
 class Silent(peer_pb2_grpc.PeerServicer):

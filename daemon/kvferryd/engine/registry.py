@@ -183,7 +183,7 @@ class Engines:
 
     def get(self, engine_id: str | None) -> Engine:
         """The registered engine of this id; of None the only one. Raises KvferryError (`unknown_engine`)."""
-        ready = [engine for engine in self if not engine.session.retired.is_set()]
+        ready = list(self)
         if engine_id is None and len(ready) == 1:
             return ready[0]
         for engine in ready:

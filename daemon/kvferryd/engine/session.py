@@ -118,7 +118,7 @@ class Session:
 
     def check_open(self) -> None:
         """Raises KvferryError (`session_closed`)."""
-        if self.retired.is_set() or not self.attached:
+        if self.retiring or not self.attached:
             raise Unavailable("session_closed", f"the session of engine {self.rank.engine_id} has ended")
 
     async def made(self, make: Callable[[], Region]) -> Region:

@@ -81,13 +81,13 @@ class Peers:
 
     def want(self, engine: Engine, addresses: tuple[str, ...]) -> None:
         """Meet whatever engines are at these addresses, and keep them: until this is called again with others."""
-        if not engine.session.retired.is_set():
+        if not engine.session.retiring:
             self._meeting(engine).want(addresses)
 
     def _meeting(self, engine: Engine) -> Meeting:
         meeting = self._of.get(engine)
         if meeting is None:
-            if engine.session.retired.is_set():
+            if engine.session.retiring:
                 raise _gone(engine)
             about = self._handshakes, self._introductions, self._metrics, self.expect
             meeting = self._of[engine] = Meeting(engine, *about)

@@ -147,7 +147,7 @@ class Roster:
 
     def follow(self, engine: Engine) -> None:
         """Join, and set the engine's members as they change."""
-        if engine.world_size > 1 and not engine.session.retired.is_set():
+        if engine.world_size > 1 and not engine.session.retiring:
             if fault := self.fault(engine):
                 log.info("roster is not whole yet", engine_id=engine.engine_id, rank=engine.rank, why=fault)
             place = _Place(engine, self._config.connect_timeout_s, self._members, self._know)
