@@ -168,10 +168,13 @@ class BlockingEngineClient:
             say(f"{self._daemon} has gone: nothing is published or received until there is one again")
             await client.over.wait()
             failures: Counter[str] = Counter()
-            while client.closed.is_set():
+            newest, before = client, client
+            while client is before:
                 next_at = self._loop.time() + PAUSE_S
                 try:
-                    before, client = client, await self._again(client)
+                    newest = await self._attach(timeout_s=AGAIN_S, resume=newest)
+                    await self._take_up(newest, before)
+                    client = newest
                     await before.close()
                 except _MemoryGone as error:
                     say(str(error))
@@ -184,10 +187,10 @@ class BlockingEngineClient:
                     await asyncio.sleep(next_at - self._loop.time())  # no event tells when the daemon will accept it
             say(f"{self._daemon} is there again; what was published before is lost")
 
-    async def _again(self, before: EngineClient) -> EngineClient:
+    async def _take_up(self, client: EngineClient, before: EngineClient) -> None:
         """The session after `before`, which is over: the daemon gets the manifest and new fences, and a new daemon the
-        memory too. It is `client` before it is registered: a publish waits until it is."""
-        client = await self._attach(timeout_s=AGAIN_S, resume=before)
+        memory too. It is `client` before it is registered: a publish waits until it is. One that fails can be resumed,
+        unless nobody is going to."""
         try:
             if client.peer_address != self._address:
                 raise Conflict(
@@ -210,11 +213,10 @@ class BlockingEngineClient:
             self._client = client
             if self._manifest is not None:
                 await client.register(self._manifest)
-        except BaseException:
+        except BaseException as error:
             self._client = before
-            await client.close()
+            await client.close(leave=isinstance(error, _MemoryGone) or not isinstance(error, Exception))
             raise
-        return client
 
     @property
     def client(self) -> EngineClient:
@@ -307,7 +309,7 @@ class BlockingEngineClient:
         """Close the client and wait until every call has ended."""
         if self._staying is not None:
             self._staying.cancel()
-            await asyncio.wait([self._staying])
+            await asyncio.wait([self._staying], timeout=END_S)
         client, self._client = self._client, None
         if client is not None:
             await client.close()

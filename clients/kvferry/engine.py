@@ -62,6 +62,7 @@ class EngineClient:
         self.epoch, self._book = epoch, book
         self._session = Session(socket, self._on_event, self._on_end, self._on_over, call_timeout_s)
         self._opening = asyncio.Lock()
+        self._ending: asyncio.Task[None] | None = None
         self.fences: Fences | None = None
         """Once `open_fences` has returned."""
         self.peer_address = ""
@@ -105,7 +106,7 @@ class EngineClient:
         try:
             attached = await client._session.attach(attach, timeout_s)
         except BaseException:
-            await client.close()
+            await client.close(leave=resume is None)
             raise
         client.peer_address, client.device, client.resumed = attached.peer_address, attached.device, attached.resumed
         client._deadline_s = attached.deadline_s
@@ -442,15 +443,25 @@ class EngineClient:
             except TimeoutError:
                 raise error from None
 
-    async def close(self) -> None:
+    async def close(self, *, leave: bool = True) -> None:
         """End the session: this engine does not touch its memory any more. Leases on daemon-owned memory stay readable
-        until they are read or expire.
+        until they are read or expire. A caller that is cancelled does not stop the end. Idempotent.
 
         What still waits, and every call from now on, raises KvferryError (`session_closed`).
+
+        leave: False where the engine goes on: its leases end, and the daemon's memory waits for a client that resumes
+        this one.
         """
-        await self._session.close()
-        if self.fences is not None:
-            self.fences.close()
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(leave), name="kvferry-close")
+        await asyncio.shield(self._ending)
+
+    async def _end(self, leave: bool) -> None:
+        try:
+            await self._session.close(leave=leave)
+        finally:
+            if self.fences is not None:
+                self.fences.close()
 
     async def __aenter__(self) -> EngineClient:
         return self

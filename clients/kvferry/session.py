@@ -136,23 +136,29 @@ class Session:
             fetching.add_done_callback(lambda done: None if done.exception() else os.close(done.result()))
             raise
 
-    async def close(self) -> None:
-        """Leave: the daemon keeps whole leases until they are read or expire. What still waits, and every call from now
-        on, raises KvferryError (`session_closed`)."""
+    async def close(self, *, leave: bool = True) -> None:
+        """What still waits, and every call from now on, raises KvferryError (`session_closed`). leave: the engine ends;
+        the daemon keeps whole leases until they are read or expire, and not for a session that resumes this one."""
         self._closing = True
-        if self.id and not self.closed.is_set():
-            with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
-                await self.stub.End(engine_pb2.EndRequest(session=self.id, leave=True), timeout=CLOSE_S)
-        for task in (self._reader, self._confirming):
-            if task is not None:
+        try:
+            if self.id and not self.closed.is_set():
+                with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+                    await self.stub.End(engine_pb2.EndRequest(session=self.id, leave=leave), timeout=CLOSE_S)
+        finally:
+            await self._close_channel()
+
+    async def _close_channel(self) -> None:
+        try:
+            tasks = [task for task in (self._reader, self._confirming) if task is not None]
+            for task in tasks:
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-        await self._channel.close()
-        self._end(session_closed())
-        self._settle(session_closed())
-        if self._daemon is not None:
-            self._daemon.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._channel.close()
+        finally:
+            self._end(session_closed())
+            self._settle(session_closed())
+            if self._daemon is not None:
+                self._daemon.close()
 
     async def _to_send(self) -> AsyncIterator[engine_pb2.Command]:
         while (command := await self._commands.take()) is not None:

@@ -19,9 +19,9 @@ from stopping import stopped
 from wire import TOKENS, tcp_pair
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import TransferFailed, Unsettled
+from kvferry.engine import EngineClient, TransferFailed, Unsettled
 from kvferry.errors import KvferryError
-from kvferry.memory import SharedRegion
+from kvferry.memory import SharedRegion, memfd_region
 from kvferry.router import RouterClient
 from kvferry.rpc import MAX_MESSAGE
 from kvferry.schemas import SourceBody
@@ -128,17 +128,28 @@ async def test_a_read_under_way_when_the_session_ends_is_over_when_the_engine_is
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whose", ["the daemon's", "the engine's", "the daemon's, at the second try"])
 async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
-    daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack, request_id: str
+    daemons: Daemons,
+    two: list[DaemonService],
+    stack: AsyncExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    request_id: str,
+    whose: str,
 ) -> None:
-    (daemon,) = await daemons.start("again")
+    (daemon,) = await daemons.start(request_id[-8:])
     reader, _ = await engine_on(stack, "reader", two[1])
     said: queue.Queue[str] = queue.Queue()
 
     def start() -> tuple[BlockingEngineClient, SharedRegion]:
         client = BlockingEngineClient.connect(str(daemon.socket), engine_id="again", epoch="1", say=said.put)
-        region = client.allocate(TP1.nbytes(0))
-        assert isinstance(region, SharedRegion)
+        if whose == "the engine's":
+            region = memfd_region(TP1.nbytes(0))
+            client.adopt(region)
+        else:
+            allocated = client.allocate(TP1.nbytes(0))
+            assert isinstance(allocated, SharedRegion)
+            region = allocated
         client.register(describe("again", "1", TP1, 0, region))
         return client, region
 
@@ -156,12 +167,26 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
         assert not reader.differences(expected)
         assert (await asyncio.wait_for(asyncio.wrap_future(lease.ended), TIMEOUT_S)).ended
         lost = client.client
+        if "second try" in whose:
+            fail_once(monkeypatch, EngineClient, "register")
         await asyncio.wrap_future(client.start(lose_session(lost)))
         assert "has gone" in await asyncio.to_thread(said.get, timeout=TIMEOUT_S)
         assert "there again" in await asyncio.to_thread(said.get, timeout=TIMEOUT_S)
         assert client.client.resumed
         assert lost.over.is_set()
         assert memory_files(daemon) == files
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, holder: type, name: str) -> None:
+    """As where this process has no descriptor left for a moment."""
+    call, failures = getattr(holder, name), iter([OSError("no descriptor is left")])
+
+    async def fails(*given: Any, **named: Any) -> Any:
+        for failure in failures:
+            raise failure
+        return await call(*given, **named)
+
+    monkeypatch.setattr(holder, name, fails)
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ class Engine:
     alive: bool = True
     session: str = ""
     attaching: str = ""
+    lapsed: bool = False
+    """Its memory has waited for it in vain, or may never be given to it."""
 
 
 @dataclass(eq=False)
@@ -61,6 +63,7 @@ class Held:
     """Its engine is known to be dead, or has left."""
     detached: bool = False
     ended: bool = False
+    ended_at: float = NEVER
     hangs: bool = False
     """The step that stops what uses its memory has failed, or has not ended."""
     stray: bool = False
@@ -121,7 +124,7 @@ class World:
                 if before is not None:
                     self._resumed(self.held[id], self.held[before])
             case e.Attached(id):
-                self._attached(id)
+                self._attached(id, events)
             case e.Refused(id, why):
                 self._refused(id, why.code)
             case e.Detach(id, _):
@@ -162,12 +165,17 @@ class World:
         held.regions, before.regions = before.regions, []
         self.ends["resumed"] += 1
 
-    def _attached(self, id: str) -> None:
+    def _attached(self, id: str, events: deque[e.SessionEvent]) -> None:
         engine, _ = self.attaching.pop(id)
         for other in self.held.values():
             if other.id != id and other.engine.name == engine.name and not other.ended:
                 raise Violation("an engine is attached beside its session before", id)
-        engine.session, engine.attaching = id, ""
+        engine.attaching = ""
+        if self.calm or self.rng.random() < 0.9:
+            engine.session = id
+        else:  # it hears nothing of it
+            self.held[id].stream = False
+            events.append(e.StreamEnded(id))
         self.ends["attached"] += 1
 
     def _refused(self, id: str, code: str) -> None:
@@ -176,7 +184,7 @@ class World:
         others = [each for each in self.held.values() if each.engine.name == engine.name]
         right = {
             "engine_attached": any(not each.detached for each in others),
-            "epoch_reused": (engine.name, engine.epoch) in self.registered,
+            "epoch_reused": (engine.name, engine.epoch) in self.registered and (engine.lapsed or not engine.session),
             "not_quiet": any(each.unstopped for each in others),
             "draining": self.closing,
         }
@@ -187,6 +195,8 @@ class World:
     def _take(self, held: Held, step: Step, keep: bool, events: deque[e.SessionEvent]) -> None:
         self._wanted(held)
         self._check_step(held, step)
+        if step is Step.FREE and not keep and self.now >= held.ended_at + KEPT_S:
+            held.engine.lapsed = True
         draw = 0.0 if self.calm else self.rng.random()
         if draw < 0.5:
             events.append(self._taken(held, step, keep, done=True))
@@ -230,7 +240,8 @@ class World:
     def _ended(self, held: Held, stuck: bool) -> None:
         if held.ended:
             raise Violation("an engine is told the end of its session twice", held.id)
-        held.ended = True
+        held.ended, held.ended_at = True, self.now
+        held.engine.lapsed |= stuck
         if held.unquiet and not stuck:
             raise Violation("an engine is told that all is quiet while it is not", held.id)
         self.ends["stuck" if stuck else "retired"] += 1

@@ -36,6 +36,9 @@ class Daemon(engine_pb2_grpc.EngineServicer):
         self.answers = asyncio.Event()
         """While it is not set no command is answered."""
         self.answers.set()
+        self.ending, self.ends = asyncio.Event(), asyncio.Event()
+        """It was asked to end the session; while `ends` is not set it does not answer."""
+        self.ends.set()
         self.refuses = False
         self.lease = 0
         """The number of the last that was published."""
@@ -60,6 +63,8 @@ class Daemon(engine_pb2_grpc.EngineServicer):
         return engine_pb2.RegisterReply()
 
     async def End(self, request: engine_pb2.EndRequest, context: Any) -> engine_pb2.EndReply:
+        self.ending.set()
+        await self.ends.wait()
         return engine_pb2.EndReply()
 
     async def _listen(self, commands: AsyncIterator[engine_pb2.Command]) -> None:
@@ -414,3 +419,20 @@ async def test_replaced_weights_have_their_new_name_though_the_daemon_has_gone(t
         again = await EngineClient.connect(path, engine_id="e", epoch="1", resume=client)
         assert again.weights == "B"
         await again.close()
+
+
+async def test_a_close_that_is_cancelled_ends_the_session_all_the_same(both: Both) -> None:
+    daemon, client = both
+    daemon.ends.clear()
+    closing = asyncio.create_task(client.close())
+    await daemon.ending.wait()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not client.over.is_set(), "nobody knows yet"
+    daemon.ends.set()
+    async with asyncio.timeout(60):
+        await client.over.wait()
+    assert client.closed.is_set()
+    with pytest.raises(KvferryError, match="closed"):
+        await client.publish("R", TABLES, 2)

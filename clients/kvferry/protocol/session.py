@@ -24,8 +24,9 @@ NEEDS = frozenset({Step.REGISTRATION, Step.STOP})
 
 
 class State(enum.Enum):
-    """LOST: its stream has ended. GONE: its engine is dead or has left, its leases are still read. KEPT: its memory
-    waits for the next session. FREEING: that memory is given back. STUCK: something may read and write it for ever."""
+    """LOST: its stream has ended. GONE: its engine is dead or has left, its leases are still read. KEPT: its memory and
+    its epoch wait for the next session. FREEING: that memory is given back. STUCK: something may read and write it for
+    ever."""
 
     OPEN = "open"
     LOST = "lost"
@@ -48,6 +49,8 @@ class Session:
     """It has memory of the daemon's."""
     foreign: bool = False
     """It has memory of the engine's own, which goes with the engine."""
+    follows: str = ""
+    """The session that it has resumed. Its engine may never have heard of this one, and then knows only that."""
     state: State = State.OPEN
     due: float | None = None
     introduced: bool = False
@@ -140,7 +143,7 @@ class Session:
         if self.failed & NEEDS:
             self.state = State.STUCK
             return [e.Hold(self.id), e.Ended(self.id, stuck=True)]
-        if self.state is State.RETIRING and self.keep and self.owned:
+        if self.state is State.RETIRING and self.keep and (self.owned or self.foreign or self.follows):
             self.state, self.due = State.KEPT, now + KEPT_S
             return [e.Ended(self.id, stuck=False), *(self.give_back(now) if self.gone else [])]
         return [e.Ended(self.id, stuck=False), e.Over(self.id)] if self.state is State.RETIRING else [e.Over(self.id)]
@@ -154,4 +157,4 @@ class Session:
         assert (self.due is not None) == (self.state in (State.LOST, State.RETIRING, State.KEPT, State.FREEING))
         assert (self.taking is not None) == (self.state in (State.RETIRING, State.FREEING))
         assert self.state is not State.STUCK or self.failed & NEEDS
-        assert self.state is not State.KEPT or (self.owned and self.keep and not self.gone)
+        assert self.state is not State.KEPT or (self.keep and not self.gone)

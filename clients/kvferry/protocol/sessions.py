@@ -60,7 +60,8 @@ class Sessions:
                 return [e.Refused(id, _stopping())]
             case e.Attach(id, rank, resume):
                 self._attaching[id] = Attaching(rank, resume)
-                return self._on(e.Withdraw(resume), now)
+                before = self._named(resume)
+                return [] if before is None else self._of(before, e.Withdraw(before.id), now)
             case e.Tick():
                 return [effect for each in list(self.sessions.values()) for effect in self._late(each, now)]
             case e.Close():
@@ -94,7 +95,7 @@ class Sessions:
             case e.Leave():
                 return session.part(f"{session.name} has left")
             case e.GiveUp() | e.Withdraw():
-                keep = isinstance(event, e.Withdraw)
+                keep = isinstance(event, e.Withdraw) or bool(session.follows)
                 why = f"{session.name} has lost its session" if keep else f"{session.name} is gone"
                 detached: list[e.SessionEffect] = [e.Detach(session.id, why)] if session.state is State.OPEN else []
                 return [*detached, *self._retire(session, why, now, keep=keep)]
@@ -156,7 +157,7 @@ class Sessions:
         return None
 
     def _resumed(self, id: str, attaching: Attaching, now: float) -> list[e.SessionEffect] | None:
-        before = self.sessions.get(attaching.resume)
+        before = self._named(attaching.resume)
         if before is not None and before.state is State.RETIRING:
             return None
         if before is not None and before.state is State.STUCK:
@@ -171,7 +172,9 @@ class Sessions:
         if old is not None and old.state is State.OPEN:
             return self._refused(id, _is_attached(old))
         kept = [each for each in self._of_engine(rank) if each.state is State.KEPT]
-        before = next((each for each in kept if each.id == attaching.resume and each.rank == rank), None)
+        before = self._named(attaching.resume)
+        if before is None or before not in kept or before.rank != rank:
+            before = None
         if before is None and rank[:2] in self._epochs:
             return self._refused(id, _is_over(rank))
         effects: list[e.SessionEffect] = []
@@ -180,11 +183,15 @@ class Sessions:
         session = self.sessions[id] = self._current[rank.engine_id] = Session(id, rank)
         effects.append(e.Open(id, rank, None if before is None else before.id))
         if before is not None:
-            session.owned = True
+            session.owned, session.follows = before.owned, attaching.resume
             effects += self._changed(before, [e.Over(before.id)])
         effects += [effect for each in kept if each is not before for effect in each.give_back(now)]
         attaching.waits, attaching.due = Waits.BEFORE, None
         return effects
+
+    def _named(self, resume: str) -> Session | None:
+        """The session that is meant: its engine may know only the one before it."""
+        return next((each for each in self.sessions.values() if resume and resume in (each.id, each.follows)), None)
 
     def _of_engine(self, rank: e.Rank) -> list[Session]:
         return [each for each in self.sessions.values() if each.rank.engine_id == rank.engine_id]
