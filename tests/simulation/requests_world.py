@@ -45,6 +45,10 @@ class Order:
     number: int = field(default=0, compare=False)
     deadline: float = field(default=0.0, compare=False)
 
+    @property
+    def lease_id(self) -> int | None:
+        return self.lease or None
+
     def same_source(self, other: Order) -> bool:
         return self.engine_id == other.engine_id and len({self.lease, other.lease} - {0}) <= 1
 

@@ -482,10 +482,11 @@ def test_ranks_whose_engine_names_the_lease_ask_nobody_which_it_is(ranks: Ranks,
     assert {part.state for part in parts} == {TransferState.DONE} == {parts[-1].state_of_all}
 
 
-def test_an_engine_that_names_two_leases_is_done_at_no_leader(ranks: Ranks) -> None:
-    """Each rank reads what it is told by name. Rank 0 hears that they differ."""
+@pytest.mark.parametrize("named", [False, True])
+def test_an_engine_that_names_two_leases_is_done_at_no_leader(ranks: Ranks, *, named: bool) -> None:
+    """Each rank reads what it is told by name; rank 0 is told none, or another. It hears that they differ."""
     ranks.publish(0)
-    first = ranks.reserve(0, order=ORDER_1)
+    first = ranks.reserve(0, order=ORDER_1 if named else ORDER)
     ranks.run_without(lambda: {step for rank in (1, 2) for step in ranks.calls("Order", rank)})
     ranks.world.loop.call(ranks.source.engine.leases.revoke, "r", "preempted")
     ranks.publish(0)
@@ -494,6 +495,26 @@ def test_an_engine_that_names_two_leases_is_done_at_no_leader(ranks: Ranks) -> N
     assert [part.lease for part in (first, *others) if part.state is TransferState.DONE] == [1, 2, 2]
     assert first.state_of_all is TransferState.FAILED
     assert {share.error.code for share in first.ranks.values() if share.error} == {"order_conflict"}
+
+
+def test_a_rank_is_told_no_lease_by_its_engine_alone(ranks: Ranks) -> None:
+    """Rank 0, which has handed its order on, was told none: it may read another."""
+    ranks.own(0)
+    ranks.world.run(500)
+    with pytest.raises(Conflict) as refused:
+        ranks.reserve(1, order=ORDER_1)
+    assert (refused.value.code, refused.value.field) == ("order_conflict", "source.lease")
+
+
+def test_a_rank_that_hears_first_from_rank_0_that_it_was_aborted_is_aborted(ranks: Ranks) -> None:
+    ranks.publish(0)
+    other = ranks.own(1)
+    ranks.world.run(5000)
+    assert other.state is TransferState.VERIFYING, "it asks which lease rank 0 reads"
+    ranks.stop(ranks.own(0))
+    ranks.run_without(lambda: {*ranks.calls("Order", 1), *ranks.calls("Abort", 1)})
+    assert other.problem is not None
+    assert (other.state, other.problem.code) == (TransferState.ABORTED, "aborted")
 
 
 def test_every_request_that_waits_on_a_stream_hears_that_it_is_lost(ranks: Ranks) -> None:

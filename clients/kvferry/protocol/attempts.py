@@ -78,6 +78,13 @@ def reserved_otherwise(request_id: str) -> Conflict:
     return Conflict("receive_conflict", why, field="request_id", value=request_id, remedy=remedy)
 
 
+def lease_of_some(request_id: str, lease: object) -> Conflict:
+    """Rank 0 has handed its order on without a lease, and this rank's engine names one: they may not be the same."""
+    why = f"the engine names a lease of request {request_id} on this rank, and none on rank 0"
+    remedy = "name the same lease on all ranks, or on none"
+    return Conflict("order_conflict", why, field="source.lease", value=lease, remedy=remedy)
+
+
 def given_otherwise(order_id: str) -> Conflict:
     why, remedy = f"order {order_id} was given already, otherwise", "give another order another order_id"
     return Conflict("order_conflict", why, field="order_id", value=order_id, remedy=remedy)

@@ -71,15 +71,20 @@ class Part:
             return a.conflict(self.request_id, f"has ended already in {self.attempt}")
         return self.problem.kept()
 
-    def has(self, order: Order, *, exactly: bool) -> bool:
+    def has(self, order: Order, *, exactly: bool, handed: bool = False) -> bool:
         """Whether it has this order. Raises KvferryError (`order_conflict`) when it has another.
 
-        Orders of one request that reach a rank in several ways need only agree on the source (`exactly` false).
+        Orders of one request that reach a rank in several ways need only agree on the source (`exactly` false); but its
+        own engine names no lease where rank 0, which has `handed` on the other, knows none.
         """
         known = self.order
         if known is not None and (not known.same_source(order) or (exactly and known != order)):
             how = f"was ordered already, otherwise, from {known.engine_id} at {known.address}"
             raise a.conflict(self.request_id, how)
+        if known is not None and handed is not self.handed:
+            own, rank_0 = (order, known) if self.handed else (known, order)
+            if own.lease_id is not None and rank_0.lease_id is None:
+                raise a.lease_of_some(self.request_id, own.lease_id)
         return known is not None
 
 

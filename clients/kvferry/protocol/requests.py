@@ -178,7 +178,7 @@ class Requests:
         if found is not None:
             if not found.ended and found.reserved and reservation not in (None, found.reservation):
                 raise a.reserved_otherwise(event.request_id)
-            if found.has(event.order, exactly=False):
+            if found.has(event.order, exactly=False, handed=True):
                 return [e.Follow(found.number, event.order), e.Taken(found.number, new=False)]
             if found.stopped:
                 raise found.why_over()

@@ -49,7 +49,7 @@ class Progress:
         """Every source rank has told of its lease; what was announced has failed, and was asked."""
         self._told = False
         """Other ranks have been told which lease it is: no other is read any more."""
-        self._first: t.LeaseId | KvferryError | None = None
+        self._first: t.LeaseId | t.NotLed | None = None
         """The lease that rank 0 reads, or why it does not say; what goes on meanwhile is let end."""
         self._awaited: set[int] = set()
         """Source ranks of which an update is awaited."""
@@ -78,9 +78,9 @@ class Progress:
                 case t.Led(first):
                     self._first = first
                     return self._proven(now) if self.awaits_first else []
-                case t.NotLed(why) if self._needs_first:
-                    self._first = why
-                    return self._finish(why, now) if isinstance(self.do, t.Listen) else []
+                case t.NotLed() if self._needs_first:
+                    self._first = event
+                    return self._not_led(event, now) if isinstance(self.do, t.Listen) else []
                 case t.NotLed():
                     pass
                 case t.Stop(why, aborted):
@@ -257,8 +257,8 @@ class Progress:
     def _proven(self, now: float) -> Effects:
         """Raises KvferryError (`lease_changed`)."""
         wanted, first = self._wanted, self._first
-        if isinstance(first, KvferryError):
-            return self._finish(first, now)
+        if isinstance(first, t.NotLed):
+            return self._not_led(first, now)
         if self._needs_first:
             self.do = t.Listen()
             return self._ask_first() if self.announced else []
@@ -289,6 +289,9 @@ class Progress:
             self.readings, self.do = {}, t.Meet()
             return effects
         return self._finish(why, now)
+
+    def _not_led(self, first: t.NotLed, now: float) -> Effects:
+        return self._finish(first.why, now, aborted=first.aborted)
 
     def _finish(self, why: KvferryError, now: float, *, aborted: bool = False) -> Effects:
         effects = self._give_up(why, now)

@@ -106,9 +106,10 @@ class Led:
 
 @dataclass(frozen=True, slots=True)
 class NotLed:
-    """Rank 0 was asked which lease it reads, and has none, or cannot be reached."""
+    """Rank 0 was asked which lease it reads, and has none, or cannot be reached. aborted: as its part was."""
 
     why: KvferryError
+    aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

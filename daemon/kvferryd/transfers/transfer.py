@@ -494,7 +494,7 @@ class Transfer:
         try:
             self._tell(t.Led(await self._around.ask_bound(self, engine)))
         except KvferryError as why:
-            self._tell(t.NotLed(why))
+            self._tell(t.NotLed(why, aborted=why.code == "aborted"))
         except Exception as error:  # noqa: BLE001
             self._broke(error)
 
@@ -523,6 +523,8 @@ class Transfer:
         """(the source's epoch, the lease's number), for another rank to compare; no other is read from now on. read: by
         the other rank. The caller bounds the wait. Raises KvferryError where this part ends before it is known."""
         while (first := self._machine.first(read)) is None:
+            if self.state is TransferState.ABORTED:
+                raise Conflict("aborted", f"rank {self.own.rank} of the same engine was aborted")
             if self.ended.is_set():
                 why = f"rank {self.own.rank} of the same engine has found no lease"
                 raise PeerFailed("rank_failed", why, field="rank", value=self.own.rank)
