@@ -33,6 +33,7 @@ from bounds import Kept
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 
 from kvferry.errors import Conflict, KvferryError
+from kvferry.protocol import session as session_machine
 from kvferry.protocol.events import Lose
 from kvferry.protocol.leader import GRACE_S
 from kvferry.protocol.packing import KEPT_S
@@ -275,22 +276,35 @@ class Run:
         for rank in self.rng.sample(sorted(self.sources), len(self.sources)):
             if rank not in published.held:
                 continue  # taken back by another step already
-            self._tags(self.sources[rank])[:, blocks] = published.tags(self._heads(self.sources[rank])).reshape(
-                2, len(blocks), SLOTS, -1
-            )[..., None]
-            self.publish_at(published, rank)
-            self.go(self.rng.choice((0, 0, 3, 10)))
+            for count in self.rng.choice(((2,), (2,), (1, 2))):
+                if rank in published.held:
+                    self._publish_at(published, rank, count, fenced=self.rng.random() < 0.2)
+                self.go(self.rng.choice((0, 0, 3, 10)))
 
-    def publish_at(self, published: Published, rank: int) -> None:
-        daemon, tables = self.sources[rank], {"full": BlockTable.of(published.blocks)}
-        said = Publication(tables, SLOTS * len(published.blocks), b"", more=False, digest=published.digest)
+    def _publish_at(self, published: Published, rank: int, count: int, *, fenced: bool) -> None:
+        """So many blocks of it; more follow unless these are all. fenced: they are written some steps later."""
+        daemon, blocks = self.sources[rank], published.blocks[:count]
+        more, fence = count < len(published.blocks), self.world.loop.create_future() if fenced else None
+        said = Publication({"full": BlockTable.of(blocks)}, SLOTS * count, b"", more=more, digest=published.digest)
+
+        def write() -> None:
+            meant = published.tags(self._heads(daemon)).reshape(2, len(published.blocks), SLOTS, -1)
+            self._tags(daemon)[:, blocks] = meant[:, :count, ..., None]
+
+        if fence is None:
+            write()
         try:
             self._call(
                 daemon, daemon.engine.leases.publish, published.request_id, published.number, said, ttl_s=TTL_S,
-                readers=1,
+                readers=1, after=fence,
             )  # fmt: skip
         except KvferryError as error:
             raise Violation(f"publish refused: {error.code}", str(error)) from error
+        if fence is not None:
+            self.go(self.rng.choice((3, 10, 40)))
+            if not fence.done():  # else it was cancelled with its lease
+                write()
+                self._call(daemon, fence.set_result, None)
 
     def revoke(self, request_id: str) -> None:
         """The engine takes it back, on all ranks."""
@@ -513,11 +527,30 @@ class Run:
                     raise Violation("a transfer outlives its deadline")
                 if late_s > GRACE_S and not transfer.over:
                     raise Violation("a transfer of all ranks outlives its deadline")
+            self._check_claims(daemon)
         self._check_kept(whole=False)
         if BROKE:
             raise Violation(f"inside a daemon {BROKE[0].partition(':')[0]}", BROKE[0])
         if self.world.loop.problems:
             raise Violation("the loop heard of an error", str(self.world.loop.problems))
+
+    def _check_claims(self, daemon: Daemon) -> None:
+        """Blocks are claimed until nothing can write them any more, each by one transfer; nothing writes others."""
+        requests, taken = daemon.ferry.jobs.requests, set[int]()
+        for transfer in daemon.ferry.jobs:
+            if number := requests.parts[transfer.part].claim:
+                claim = requests._claims._held.get(number)
+                if (claim is None) != transfer.quiet.is_set():
+                    raise Violation("a claim is not held until quiet, or longer")
+                blocks = set() if claim is None else set(claim.blocks["full"].tolist())
+                if blocks & taken:
+                    raise Violation("one block is claimed by two transfers")
+                taken |= blocks
+        for address in _written(daemon):
+            inside = address - daemon.memory.ctypes.data
+            block = inside * 2 * BLOCKS // daemon.memory.nbytes % BLOCKS
+            if 0 <= inside < daemon.memory.nbytes and block not in taken:
+                raise Violation("a block is written that is not claimed", str(block))
 
     def _check_kept(self, *, whole: bool = True, at_rest: bool = False) -> None:
         daemons = [*self.sources.values(), *self.readers.values()]
@@ -667,6 +700,7 @@ class Run:
         if not self._wait(lambda: all(task.done() for task in self.stopping), DEADLINE_S):
             raise Violation("a daemon does not stop")
         self.pass_time(NOTED_S + KEPT_S)
+        self._run()  # what rang meanwhile
         self._check_kept(at_rest=True)
         for receive in self.receives:
             for part in receive.parts.values():
@@ -759,11 +793,26 @@ class Run:
         refused = isinstance(error, KvferryError) and error.code == "not_quiet"
         if ending.done() and refused != may_go_on:
             raise Violation("what may go on is called quiet, or what does not is not", repr(error))
-        if not ending.done() or session in registry.sessions or (session.id in registry._sessions) != may_go_on:
+        gone = self._wait(lambda: (session.id in registry._sessions) == may_go_on, session_machine.KEPT_S + 1.0)
+        if not (ending.done() and gone) or session in registry.sessions:
             raise Violation("a retirement that meets a failing step does not empty")
         unfreed = sum(region.span.nbytes for region in regions if not region.closed)  # type: ignore[attr-defined]
         if (may_go_on or owner in regions) != bool(unfreed) or daemon.ferry.totals().unfreed_bytes < unfreed:
             raise Violation("memory is freed while it may be used, or is lost")
+
+
+def _written(daemon: Daemon) -> Iterator[int]:
+    """Addresses that reads and copies of this daemon may still write."""
+    for flight in daemon.engine.agent.flights:
+        for address, nbytes in flight.writes():
+            yield from (address, address + nbytes - 1)
+    arena = daemon.engine.arena
+    of_engine: Any = (daemon.engine.copies, *(() if arena is None else (arena.copies,)))
+    for copies in of_engine:
+        for part in (part for copying in copies.queue for part in copying.parts):
+            side = part.destination
+            offsets = side.table.offsets[side.first_row : side.first_row + part.rows]
+            yield from (int(segment + offset) for segment in side.segments for offset in offsets)
 
 
 def _breaks(*_: object, **__: object) -> None:

@@ -68,6 +68,14 @@ def breaks(*_: Any, **__: Any) -> None:
     raise RuntimeError("broken on purpose")
 
 
+end = Transfer._end
+
+
+def quiet_at_the_end(transfer: Transfer, *how: Any) -> None:
+    transfer._be_quiet()
+    end(transfer, *how)
+
+
 def by_one_rank(lease: Lease) -> bool:
     return not lease.more and lease.readers.closed > 0
 
@@ -83,13 +91,20 @@ PLANTED = [
     ),
     ("a lease never ends", Leases, "_settle", no_effects, "a lease does not end once nobody reads it"),
     ("a peer is used for ever", Peers, "leave", nothing, "more than may be kept: users of peers"),
-    ("a claim is never released", Claims, "release", nothing, "more than may be kept: Claims._held"),
+    ("a claim is never released", Claims, "release", nothing, "a claim is not held until quiet, or longer"),
     (
         "a transfer that is over keeps its tables",
         Transfer,
         "_let_go",
         nothing,
         "more than may be kept: transfers over that hold more than a record",
+    ),
+    (
+        "blocks are called quiet at the end",
+        Transfer,
+        "_end",
+        quiet_at_the_end,
+        "a block is written that is not claimed",
     ),
     ("a note of an end breaks", Metrics, "transfer_ended", breaks, "inside a daemon a note broke"),
     ("nobody is told that a drain is over", Ferry, "drain", for_ever, "who waits for a drain is not answered"),

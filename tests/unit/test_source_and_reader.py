@@ -1,0 +1,236 @@
+"""A source and its reader, each a whole daemon, one step at a time (stepwise.py): what one does between two steps of
+the other, and what is kept of a transfer that is over."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from stepped import BLOCKS, SLOTS, Daemon, manifest_of, stepping
+from stepwise import Copies, World
+
+from kvferry.errors import KvferryError
+from kvferry.schemas import Awaited, TransferState
+from kvferry.tables import BlockTable
+from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.record import record_of
+from kvferryd.transfers.transfer import Transfer
+
+SOURCE, READER = "127.0.0.1:7001", "127.0.0.1:7002"
+
+
+class Pair:
+    """They have not met."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.source = self.start()
+        self.reader = Daemon(world, READER, manifest_of("decode", heads=2), {0: READER}, way="staged")
+        self.attempt = 0
+
+    def start(self) -> Daemon:
+        return Daemon(self.world, SOURCE, manifest_of("prefill", heads=2), {0: SOURCE}, way="staged")
+
+    def restart(self) -> None:
+        self.world.kill(self.source.process)
+        self.source = self.start()
+
+    def receive(
+        self,
+        blocks: range,
+        way: str,
+        *,
+        tokens: tuple[int, int] | None = None,
+        epoch: bool = False,
+        deadline_s: float | None = None,
+    ) -> Transfer:
+        """tokens: those that are wanted; None for all of the blocks."""
+        reservation = Reservation({"full": BlockTable.of(list(blocks))}, tokens or (0, SLOTS * len(blocks)))
+        order = Order("prefill", SOURCE, self.source.engine.epoch if epoch else "", deadline_s=deadline_s, way=way)
+        self.attempt += 1
+        with self.world.within(self.reader.process):
+            transfer: Transfer = self.world.loop.call(
+                self.reader.ferry.jobs.receive, self.reader.engine, "r", self.attempt, reservation, order, None
+            )
+        return transfer
+
+    def order(self, blocks: list[int], order_id: str = "") -> tuple[Transfer, weakref.ref[BlockTable]]:
+        """A router orders it and names the blocks; the world runs until nothing goes on."""
+        table = BlockTable.of(blocks)
+        brought = {0: Reservation({"full": table}, None)}
+        with self.world.within(self.reader.process):
+            jobs, engine = self.reader.ferry.jobs, self.reader.engine
+            transfer, _ = self.world.loop.call(
+                jobs.order, engine, "r", Order("prefill", SOURCE), brought, order_id=order_id
+            )
+        self.world.run()
+        return transfer, weakref.ref(table)
+
+    def break_streams(self) -> None:
+        """Both sides see it."""
+        for stream in self.world.streams():
+            stream.break_down()
+            while steps := stream.steps():
+                steps[0]()
+                self.world.loop.settle()
+
+    def is_there(self, blocks: range) -> bool:
+        return np.array_equal(*(each.memory.reshape(2, BLOCKS, -1)[:, blocks] for each in (self.source, self.reader)))
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with stepping() as world:
+        yield Pair(world)
+
+
+# ---- the source's daemon dies ----
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+@pytest.mark.parametrize("epoch", [False, True], ids=["any epoch", "the epoch that is ordered"])
+def test_a_stream_is_for_the_daemon_that_was_met(pair: Pair, way: str, *, epoch: bool) -> None:
+    """It dies after it has answered and before the stream is opened. The engine has attached to the next daemon at its
+    address by then, in the same epoch. That one refuses the stream by name, and is met within the same request."""
+    blocks, world = range(4), pair.world
+    transfer = pair.receive(blocks, way, epoch=epoch)
+    while not world.asked["Pair"]:  # the last that is asked before the stream
+        assert world.step(0)
+    assert not pair.source.engine.leases.inbound()
+    pair.restart()
+    pair.source.publish("r", blocks)
+    world.run()
+    assert transfer.state is TransferState.DONE and transfer.problem is None and pair.is_there(blocks)
+
+
+def test_a_deadline_that_passes_while_a_lost_source_is_looked_for_ends_the_transfer(pair: Pair) -> None:
+    """The source has said that nothing is published yet. Then its stream breaks, and the reader shakes hands again."""
+    transfer = pair.receive(range(1), "direct", deadline_s=5.0)
+    pair.world.run()
+    assert transfer.waits_for is Awaited.PUBLISH
+    pair.break_streams()
+    pair.world.loop.pass_time(6.0)
+    assert transfer.problem is not None and transfer.problem.code == "deadline"
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+def test_an_engine_is_told_which_tokens_have_come(pair: Pair, way: str) -> None:
+    """It has the first one already."""
+    pair.source.publish("r", range(2))
+    tokens = [it.memory.reshape(2, BLOCKS * SLOTS, -1) for it in (pair.source, pair.reader)]
+    before = tokens[1].copy()
+    transfer = pair.receive(range(2), way, tokens=(1, 4))
+    pair.world.run()
+    told = transfer.event().transfer_ended
+    assert (told.state, told.tokens.start, told.tokens.stop) == (TransferState.DONE, 1, 4)
+    assert told.nbytes == tokens[0][:, 1:4].nbytes
+    assert np.array_equal(tokens[0][:, 1:4], tokens[1][:, 1:4])
+    assert np.array_equal(np.delete(before, [1, 2, 3], 1), np.delete(tokens[1], [1, 2, 3], 1))
+
+
+# ---- a copy out of the reader's arena ----
+
+
+@pytest.fixture
+def scattering(pair: Pair) -> tuple[Pair, Transfer, Copies]:
+    """One token, which is one chunk, has been packed and read, and waits to be scattered."""
+    pair.source.publish("r", range(1))
+    transfer, arena = pair.receive(range(1), "staged", tokens=(0, 1), deadline_s=5.0), pair.reader.engine.arena
+    assert arena is not None
+    scatters = arena.copies
+    assert isinstance(scatters, Copies)
+    while not scatters.queue:
+        assert pair.world.step(0)
+    return pair, transfer, scatters
+
+
+def test_a_scatter_that_hangs_does_not_keep_its_transfer_past_the_deadline(
+    scattering: tuple[Pair, Transfer, Copies],
+) -> None:
+    """Its blocks stay claimed, and its slot lent, until the copy has ended."""
+    pair, transfer, _ = scattering
+    arena, requests = pair.reader.engine.arena, pair.reader.ferry.jobs.requests
+    pair.world.loop.pass_time(6.0)
+    assert transfer.problem is not None and transfer.problem.code == "deadline"
+    assert requests.sizes()["claims"] and transfer.quarantined_nbytes and arena is not None and arena.used_nbytes
+    pair.world.run()
+    assert transfer.quiet.is_set() and not arena.used_nbytes and not requests.sizes()["claims"]
+
+
+def test_what_has_been_read_is_scattered_though_the_source_is_gone(scattering: tuple[Pair, Transfer, Copies]) -> None:
+    pair, transfer, scatters = scattering
+    pair.break_streams()
+    while scatters.queue:
+        scatters.queue[0].step()
+        pair.world.loop.settle()
+    pair.world.run()
+    assert transfer.state is TransferState.DONE
+    assert np.array_equal(*(it.memory.reshape(2, BLOCKS, SLOTS, -1)[:, 0, 0] for it in (pair.source, pair.reader)))
+
+
+def test_blocks_are_not_quiet_because_a_wait_for_them_was_cut_off(pair: Pair) -> None:
+    """A read goes on landing though the transfer has gone back to the source for another lease; the deadline ends the
+    wait for its end."""
+    blocks, world = range(1), pair.world
+    pair.source.publish("r", blocks)
+    pair.receive(blocks, "direct")
+    world.run()
+    pair.source.publish("r", blocks)
+    world.run()  # it is announced
+    transfer = pair.receive(blocks, "direct", deadline_s=5.0)
+    (flight,) = world.flights()
+    flight.step()
+    world.loop.call(pair.source.engine.leases.revoke, "r", "preempted")
+    flight.fail()
+    world.loop.settle()
+    world.loop.pass_time(6.0)
+    assert transfer.ended.is_set() and not transfer.quiet.is_set()
+    assert pair.reader.ferry.jobs.requests.sizes()["claims"]
+    world.run()
+    assert transfer.quiet.is_set() and not pair.reader.ferry.jobs.requests.sizes()["claims"]
+
+
+# ---- what is kept of a transfer that is over ----
+
+
+@pytest.mark.parametrize("end", [TransferState.DONE, TransferState.ABORTED])
+def test_the_blocks_of_a_transfer_that_is_over_are_not_kept(pair: Pair, end: TransferState) -> None:
+    """1.6 MiB of ids for 200,000 tokens in blocks of one, a thousand times over."""
+    if end is TransferState.DONE:
+        pair.source.publish("r", range(2))
+    transfer, table = pair.order([4, 5])
+    if end is TransferState.ABORTED:
+        pair.world.loop.call(pair.reader.ferry.abort_here, pair.reader.engine, "r", "a test")
+        pair.world.run()
+    assert transfer.state is end and transfer.quiet.is_set()
+    told = record_of(transfer)
+    gc.collect()
+    assert table() is None, gc.get_referrers(table())
+    assert record_of(transfer) == told
+
+
+def test_an_order_that_comes_again_after_the_end_is_known_by_its_id_and_its_blocks(pair: Pair) -> None:
+    pair.source.publish("r", range(2))
+    transfer, _ = pair.order([4, 5], "o")
+    assert transfer.state is TransferState.DONE
+    assert pair.order([4, 5], "o")[0] is transfer
+    with pytest.raises(KvferryError, match="order o was given already, otherwise") as refused:
+        pair.order([5, 4], "o")
+    assert refused.value.code == "order_conflict"
+
+
+# ---- the source drains ----
+
+
+def test_a_wait_for_a_drain_is_answered_when_the_drain_was_cancelled(pair: Pair) -> None:
+    pair.source.publish("r", range(1))
+    ferry, loop = pair.source.ferry, pair.world.loop
+    with pair.world.within(pair.source.process):
+        draining = loop.create_task(ferry.drain(60.0, "a test"))
+        loop.settle()
+        loop.call(ferry.cancel_drain, "a test")
+        loop.call(pair.source.engine.leases.revoke, "r", "a test")
+    assert draining.done() and not draining.result().draining
