@@ -132,9 +132,6 @@ class Speaker:
         self.source.on(e.Ask(Reading(self.stream, number), request_id, **asked))
         return number
 
-    def packs(self, reading: int, packing: int = 1, *, last: bool = True) -> None:
-        self.source.on(e.Pack(Reading(self.stream, reading), packing, 1, last))
-
     def closes(self, reading: int, *, complete: bool = True, **left: Any) -> None:
         self.source.on(e.Leave(Reading(self.stream, reading), complete=complete, **left))
 
