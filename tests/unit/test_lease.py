@@ -1,4 +1,5 @@
-"""The rules of leases, by events: refusals, bounds and counts. simulation/source_world.py judges the rest."""
+"""The rules of leases, by events: refusals, bounds, counts, fences and the end of
+a registration. simulation/source_world.py judges which readers a lease waits for."""
 
 from __future__ import annotations
 
@@ -137,6 +138,51 @@ def test_the_same_publish_again_changes_nothing(source: ByEvents) -> None:
 # fences
 
 
+def test_publishes_are_seen_in_their_order(source: ByEvents) -> None:
+    number = source.publish(num_tokens=4, more=True, fence=1)
+    source.publish(num_tokens=6, more=True, fence=2)
+    source.publish(num_tokens=8)
+    source.on(e.FenceOver("r", number, 2))
+    assert (source.lease().version, source.lease().more) == (0, True)
+    source.on(e.FenceOver("r", number, 1))
+    assert (source.lease().version, source.account().num_tokens) == (3, 8)
+
+
+def test_a_fence_that_is_never_reached_ends_the_lease(source: ByEvents) -> None:
+    number = source.publish(num_tokens=4, more=True)
+    source.publish(num_tokens=8, fence=1)
+    reader = source.reader()
+    reader.opens()
+    assert reader.sees() == (1, 4, True), "what came before is read"
+    source.on(e.FenceOver("r", number, 1, Conflict("fence_timeout", "the GPU is slow")))
+    reader.opens()
+    assert [reader.refused(each).code for each in (1, 2)] == 2 * ["fence_timeout"]
+    (ended,) = source.ended
+    assert (ended.state, ended.problem and ended.problem.code) == (LeaseState.REVOKED, "fence_timeout")
+    assert not source.words
+
+
+def test_what_waits_for_a_fence_does_not_expire(source: ByEvents) -> None:
+    number = source.publish(ttl_s=5, fence=1)
+    source.wait(60)
+    assert source.state() is LeaseState.PUBLISHING
+    source.on(e.FenceOver("r", number, 1))
+    source.wait(4)
+    assert source.state() is LeaseState.PUBLISHED
+    source.wait(1)
+    assert source.state() is LeaseState.EXPIRED
+
+
+@pytest.mark.parametrize("event", [e.Revoke("r", "aborted"), e.Shut("the engine is gone", keep_whole=True)])
+def test_a_lease_that_ends_waits_for_no_fence(source: ByEvents, event: e.SourceEvent) -> None:
+    """What its engine's stream was still to write is not published."""
+    number = source.publish(fence=1)
+    source.on(event)
+    assert source.state() is LeaseState.REVOKED and [each.fence for each in source.all(e.CancelFence)] == [1]
+    source.on(e.FenceOver("r", number, 1))
+    assert source.state() is LeaseState.REVOKED
+
+
 def test_publishes_that_wait_are_bounded(source: ByEvents) -> None:
     for fence in range(MAX_FENCED):
         source.publish(num_tokens=1, more=True, fence=fence)
@@ -246,6 +292,14 @@ def test_what_is_lost_is_refused_however_few_leases_there_may_be(source: ByEvent
     assert reader.sees(number)
 
 
+def test_a_reader_that_waits_for_what_turns_out_to_be_lost_is_told(source: ByEvents) -> None:
+    reader = source.reader()
+    reader.opens("r", lease=7)
+    assert reader.waits()
+    source.on(e.Lose((("r", 7),)))
+    assert "lost" in reader.refused().message
+
+
 def test_a_reader_that_waits_is_told_when_the_publish_is_refused(source: ByEvents) -> None:
     reader, why = source.reader(), Conflict("mixed_weights", "other weights")
     reader.opens(lease=1)
@@ -304,6 +358,22 @@ def test_the_end_of_a_registration_ends_everything(source: ByEvents) -> None:
     with pytest.raises(KvferryError) as caught:
         source.publish("later")
     assert caught.value.code == "session_closed"
+
+
+def test_what_a_dead_engine_published_whole_stays_and_the_rest_ends(source: ByEvents) -> None:
+    reader, waiting = _one_waits(source)
+    source.on(e.Shut("the engine is gone", keep_whole=True))
+    assert (source.state("whole"), source.state("partly")) == (LeaseState.PUBLISHED, LeaseState.REVOKED)
+    assert reader.sees(reader.opens("whole"))
+    for number in (waiting, reader.opens("later")):
+        assert "the engine is gone" in reader.refused(number).message
+
+
+def test_leases_of_other_weights_end(source: ByEvents) -> None:
+    for request_id, weights in (("old", ""), ("new", "v2"), ("fenced", "")):
+        source.publish(request_id, weights=weights, fence=1 if request_id == "fenced" else None)
+    source.on(e.ReplaceWeights("v2", "replaced"))
+    assert [each.request_id for each in source.ended] == ["old", "fenced"]
 
 
 def test_why_a_lease_is_over_does_not_hold_on_to_whoever_was_told(source: ByEvents) -> None:
