@@ -57,6 +57,11 @@ class Rank:
     def handed(self, number: int, order: Order = ORDER) -> Transfer:
         return self.call(self.jobs.handed, "r", Attempt(number), order, None)  # type: ignore[no-any-return]
 
+    def ended_elsewhere(self, number: int) -> bool:
+        return self.call(  # type: ignore[no-any-return]
+            self.jobs.abort_attempt, "r", Attempt(number), "rank 1: deadline", failed=True
+        )
+
     def end(self, transfer: Transfer) -> None:
         self.world.loop.call(transfer.stop, TransferState.ABORTED, Conflict("aborted", "by the test"))
         assert transfer.ended.is_set()
@@ -139,6 +144,15 @@ def test_an_order_that_names_no_attempt_waits_after_the_end_for_the_next_reserva
     assert second.state is TransferState.DONE and (first.lease, second.lease) == (1, 2)
 
 
+def test_an_order_that_names_an_attempt_to_come_waits_and_ends_nothing(rank: Rank) -> None:
+    now = rank.receive(1)
+    later, new = rank.order(number=3)
+    assert new and later is not now and not now.ended.is_set()
+    assert rank.receive(2, first=2) is not later
+    assert now.ended.is_set() and not later.ended.is_set()
+    assert rank.receive(3, first=4) is later
+
+
 def test_a_lease_that_the_engine_names_is_meant_where_a_router_has_ordered_any(rank: Rank) -> None:
     """Other ranks, which have the engine's order alone, read that one: it has ended here, and the next one is there."""
     for number in (1, 2):
@@ -148,6 +162,20 @@ def test_a_lease_that_the_engine_names_is_meant_where_a_router_has_ordered_any(r
     assert transfer is waiting
     rank.world.run()
     assert transfer.problem is not None and transfer.problem.code == "lease_ended"
+
+
+def test_the_highest_number_that_a_router_may_give_stands_in_no_way(rank: Rank) -> None:
+    """It waits for a reservation that never comes; its own deadline ends it."""
+    ordered, _ = rank.order(replace(ORDER, deadline_s=10.0), number=HIGHEST)
+    for number in (1, 2):
+        rank.source.publish("r", range(2))
+        transfer = rank.receive(number, order=ORDER, first=2 * number)
+        rank.world.run()
+        assert transfer.state is TransferState.DONE
+    assert not ordered.ended.is_set() and not ordered.reservation
+    rank.world.loop.pass_time(10.0)
+    assert ordered.problem is not None and ordered.problem.code == "deadline"
+    assert rank.receive(3).attempt == Attempt(3)
 
 
 def test_orders_that_bring_tables_and_reservations_are_two_kinds_of_attempts(rank: Rank) -> None:
@@ -213,6 +241,46 @@ def test_an_order_that_rank_0_hands_on_joins_the_reservation_of_its_number_alone
     assert first.problem is not None and first.problem.code == "superseded"
     with refused("stale_attempt"):
         other.handed(1)
+
+
+def test_a_reservation_that_comes_after_the_end_of_its_attempt_has_missed_it(other: Rank) -> None:
+    other.end(other.handed(1))
+    with refused("aborted", "by the test"):
+        other.receive(1)
+    assert other.receive(2).attempt == Attempt(2)
+
+
+def test_what_has_ended_elsewhere_refuses_its_own_number_and_lower_ones(other: Rank) -> None:
+    assert not other.ended_elsewhere(7)
+    with refused("aborted", "attempt 7 of request r has ended on another rank"):
+        other.receive(7)
+    with refused("stale_attempt"):
+        other.receive(6)
+    waiting = other.receive(8)
+    assert not other.ended_elsewhere(11) and not waiting.ended.is_set()
+    with refused("stale_attempt"):
+        other.receive(9)
+    with refused("aborted"):
+        other.handed(11)
+    assert other.receive(12, first=2).attempt == Attempt(12) and waiting.ended.is_set()
+
+
+def test_what_is_over_stays_over_when_a_lower_attempt_ends_after_it(other: Rank) -> None:
+    waiting = other.handed(1)
+    assert not other.ended_elsewhere(7)
+    other.end(waiting)
+    with refused("aborted", "attempt 7 of request r has ended on another rank"):
+        other.receive(7)
+    with refused("stale_attempt"):
+        other.handed(6)
+
+
+def test_orders_that_wait_for_a_lower_attempt_than_one_that_is_over_wait_in_vain(other: Rank) -> None:
+    waiting = other.handed(1)
+    assert not other.ended_elsewhere(7)
+    assert waiting.problem is not None and waiting.problem.code == "superseded"
+    with refused("stale_attempt"):
+        other.receive(1)
 
 
 def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined(other: Rank) -> None:
