@@ -1,5 +1,5 @@
-"""The rules of leases, by events: refusals, bounds, counts, fences and the end of
-a registration. simulation/source_world.py judges which readers a lease waits for."""
+"""The rules of leases, by events: refusals, bounds, counts, fences, the end of a registration.
+simulation/source_world.py judges the rest."""
 
 from __future__ import annotations
 
@@ -82,6 +82,71 @@ def test_bytes_are_counted_by_what_readers_say(source: ByEvents) -> None:
     source.revoke()
     assert [(each.engine_id, each.nbytes) for each in source.all(e.Served)] == [("decode", 5), ("decode", 7)]
     assert (source.account().nbytes, source.account().readers[0].nbytes) == (12, 7)
+
+
+def test_ranks_of_two_epochs_do_not_make_one_reader(source: ByEvents) -> None:
+    source.publish()
+    source.read(rank_of(0, 2))
+    source.read(rank_of(1, 2, epoch="2"))
+    assert source.state() is LeaseState.PUBLISHED
+
+
+def test_a_rank_may_close_complete_what_it_still_waits_for(source: ByEvents) -> None:
+    """It has the lease from an announcement of before its stream broke, say."""
+    reader = source.reader()
+    number = reader.opens(lease=1)
+    reader.closes(number, lease=1)
+    source.publish()
+    assert source.state() is LeaseState.RELEASED
+
+
+def test_a_late_close_of_a_lease_that_was_withdrawn_does_not_count_for_the_next(source: ByEvents) -> None:
+    source.publish()
+    source.revoke()
+    source.finish()
+    source.publish()
+    assert source.state() is LeaseState.PUBLISHED
+
+
+def test_closing_again_changes_nothing(source: ByEvents) -> None:
+    source.publish(readers=2)
+    reader = source.reader()
+    number = reader.opens()
+    for _ in range(2):
+        reader.closes(number)
+        assert (source.account().closed, source.state()) == (1, LeaseState.PUBLISHED)
+
+
+def test_who_has_not_opened_a_lease_does_not_close_it_for_who_has(source: ByEvents) -> None:
+    source.publish()
+    reader, other = source.reader(), source.reader()
+    number = reader.opens()
+    other.closes(number)
+    other.finishes()
+    assert (source.account().open, source.state()) == (1, LeaseState.PUBLISHED)
+    reader.closes(number)
+    assert source.state() is LeaseState.RELEASED
+
+
+def test_a_reader_of_an_earlier_lease_is_told_the_newest(source: ByEvents) -> None:
+    reader = source.reader()
+    reader.opens(lease=3)
+    source.publish(number=4)
+    reader.opens(lease=3)
+    for number in (1, 2):
+        why = reader.refused(number)
+        assert why.code == "lease_ended" and "its last is 4" in why.message
+
+
+def test_a_rank_closes_the_lease_that_it_means(source: ByEvents) -> None:
+    source.publish(number=4)
+    source.finish(lease=3)
+    assert source.state() is LeaseState.PUBLISHED
+    source.finish(lease=5)
+    source.finish(lease=4)
+    assert source.state() is LeaseState.RELEASED
+    source.publish(number=5)
+    assert source.state() is LeaseState.RELEASED
 
 
 # attempts
