@@ -8,7 +8,7 @@ from planted import Planted, changed, no_effects, nothing, without
 
 from kvferry.protocol import session, sessions
 from kvferry.protocol import session_events as e
-from kvferry.protocol.session import Session, State
+from kvferry.protocol.session import Memory, Session, State
 from kvferry.protocol.sessions import Sessions, Waits
 
 
@@ -67,7 +67,7 @@ def of_any_start(machine: Sessions, id: str, attaching: Any, now: float, opened:
 
 
 def foreign_kept(one: Session, why: str, part: Any = Session.part) -> Any:
-    one.foreign = False
+    one.memory &= Memory.DAEMONS
     return part(one, why)
 
 

@@ -44,7 +44,7 @@ async def test_a_region_that_is_made_while_its_session_is_retired_is_closed() ->
 
     adding = asyncio.create_task(session.add(0, 1, make))
     await asyncio.to_thread(begun.wait, 60)
-    session.retired.set()
+    session.retiring = True
     await session.take(Step.FREE, "the daemon stops", keep=False)
     let_go.set()
     with pytest.raises(KvferryError, match="ended"):
@@ -212,7 +212,7 @@ async def _ended_by_retiring(memory: Memory) -> None:
 
 async def _ended_as_it_came_too_late(memory: Memory) -> None:
     session = Session(Rank("e", "1", 0, 1))
-    session.retired.set()
+    session.retiring = True
     with pytest.raises(KvferryError, match="ended"):
         await session.add(0, 1, lambda: memory)  # type: ignore[arg-type,return-value]
 

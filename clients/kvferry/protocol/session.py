@@ -37,6 +37,14 @@ class State(enum.Enum):
     STUCK = "stuck"
 
 
+class Memory(enum.Flag):
+    """Whose memory a session has. That of the engine's own goes with the engine."""
+
+    NONE = 0
+    DAEMONS = enum.auto()
+    ENGINES = enum.auto()
+
+
 STANDING = (State.OPEN, State.LOST, State.GONE)
 """It is the session of its engine."""
 
@@ -45,10 +53,7 @@ STANDING = (State.OPEN, State.LOST, State.GONE)
 class Session:
     id: str
     rank: e.Rank
-    owned: bool = False
-    """It has memory of the daemon's."""
-    foreign: bool = False
-    """It has memory of the engine's own, which goes with the engine."""
+    memory: Memory = Memory.NONE
     follows: str = ""
     """The session that it has resumed. Its engine may never have heard of this one, and then knows only that."""
     state: State = State.OPEN
@@ -85,10 +90,8 @@ class Session:
             return []
         detached: list[e.SessionEffect] = [e.Detach(self.id, why)] if self.state is State.OPEN else []
         self.state, self.due, self.why = State.GONE, None, why
-        return [
-            *detached,
-            e.EndLeases(self.id, f"{why}, and owned its memory" if self.foreign else why, not self.foreign),
-        ]
+        gone = Memory.ENGINES in self.memory
+        return [*detached, e.EndLeases(self.id, f"{why}, and owned its memory" if gone else why, not gone)]
 
     # ---- its end ----
 
@@ -143,7 +146,7 @@ class Session:
         if self.failed & NEEDS:
             self.state = State.STUCK
             return [e.Hold(self.id), e.Ended(self.id, stuck=True)]
-        if self.state is State.RETIRING and self.keep and (self.owned or self.foreign or self.follows):
+        if self.state is State.RETIRING and self.keep and (self.memory or self.follows):
             self.state, self.due = State.KEPT, now + KEPT_S
             return [e.Ended(self.id, stuck=False), *(self.give_back(now) if self.gone else [])]
         return [e.Ended(self.id, stuck=False), e.Over(self.id)] if self.state is State.RETIRING else [e.Over(self.id)]

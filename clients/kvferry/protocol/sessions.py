@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.protocol import session_events as e
 from kvferry.protocol.kept import Latest
-from kvferry.protocol.session import STANDING, Session, State
+from kvferry.protocol.session import STANDING, Memory, Session, State
 from kvferry.protocol.values import Sizes
 
 DETACH_S, ROOM_S = 0.5, 10.0
@@ -78,8 +78,7 @@ class Sessions:
             case e.Introduced():
                 session.introduced = True
             case e.Allocated(_, owned):
-                session.owned |= owned
-                session.foreign |= not owned
+                session.memory |= Memory.DAEMONS if owned else Memory.ENGINES
             case e.RegistrationBegun():
                 session.registering = True
             case e.RegistrationOver(_, done, stopped):
@@ -183,7 +182,7 @@ class Sessions:
         session = self.sessions[id] = self._current[rank.engine_id] = Session(id, rank)
         effects.append(e.Open(id, rank, None if before is None else before.id))
         if before is not None:
-            session.owned, session.follows = before.owned, attaching.resume
+            session.memory, session.follows = before.memory & Memory.DAEMONS, attaching.resume
             effects += self._changed(before, [e.Over(before.id)])
         effects += [effect for each in kept if each is not before for effect in each.give_back(now)]
         attaching.waits, attaching.due = Waits.BEFORE, None
