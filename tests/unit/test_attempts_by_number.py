@@ -144,6 +144,26 @@ def test_an_order_that_names_no_attempt_waits_after_the_end_for_the_next_reserva
     assert second.state is TransferState.DONE and (first.lease, second.lease) == (1, 2)
 
 
+def test_an_order_that_names_an_attempt_that_has_ended_is_told_of_that_one(rank: Rank) -> None:
+    first = rank.receive(1, order=ORDER)
+    rank.end(first)
+    assert rank.order(number=1) == (first, False)
+    with refused("order_conflict", "ordered already, otherwise"):
+        rank.order(replace(ORDER, way="direct"), number=1)
+
+
+def test_a_number_whose_attempt_has_ended_is_refused_with_why(rank: Rank) -> None:
+    rank.source.publish("r", range(2))
+    first = rank.receive(1, order=ORDER)
+    rank.world.run()
+    assert first.state is TransferState.DONE
+    with refused("order_conflict", "has ended already in attempt 1"):
+        rank.receive(1, order=ORDER)
+    rank.end(rank.receive(2))
+    with refused("aborted", "by the test"):
+        rank.receive(2)
+
+
 def test_an_order_that_names_an_attempt_to_come_waits_and_ends_nothing(rank: Rank) -> None:
     now = rank.receive(1)
     later, new = rank.order(number=3)
