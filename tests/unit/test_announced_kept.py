@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Conflict, KvferryError
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.leases.record import announced_as
@@ -35,11 +35,14 @@ class Source(peer_pb2_grpc.PeerServicer):
 
 @asynccontextmanager
 async def announced(
-    *leases: tuple[str, peer_pb2.LeaseUpdate], follow: Iterable[Listener] = ()
+    *leases: tuple[str, peer_pb2.LeaseUpdate],
+    follow: Iterable[Listener] = (),
+    source: peer_pb2_grpc.PeerServicer | None = None,
 ) -> AsyncIterator[ReaderStream]:
-    """A reader's stream on which they have come, and which is over. follow: hear of that."""
+    """A reader's stream on which they have come, and which is over. follow: hear of that. source: in place of the one
+    that announces."""
     server = grpc.aio.server(options=PEER_OPTIONS)
-    peer_pb2_grpc.add_PeerServicer_to_server(Source(list(leases)), server)
+    peer_pb2_grpc.add_PeerServicer_to_server(source or Source(list(leases)), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
@@ -121,3 +124,35 @@ async def test_a_request_that_breaks_over_a_lost_stream_keeps_no_other_from_hear
     async with announced(follow=(first, second)) as stream:
         assert stream.over
     assert [each.code for each in (*first.heard, *second.heard)] == ["peer_lost", "peer_lost"]
+
+
+class Answering(peer_pb2_grpc.PeerServicer):
+    """Answers readings 1 and 2 twice each, and ends the stream."""
+
+    async def Read(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[peer_pb2.ReadReply]:
+        for number in (1, 2, 1, 2):
+            yield peer_pb2.ReadReply(reading=number, update=peer_pb2.LeaseUpdate(lease=1))
+
+
+class Replied(Listening):
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error, self.replies = error, 0
+
+    def on_reply(self, reply: peer_pb2.ReadReply) -> None:
+        self.replies += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(RuntimeError("it breaks"), "internal"), (Conflict("protocol", "it breaks"), "protocol")]
+)
+async def test_a_request_that_breaks_over_a_reply_ends_alone(error: Exception, code: str) -> None:
+    broken, whole = Replied(error), Replied()
+    async with announced(follow=(broken, whole), source=Answering()) as stream:
+        with pytest.raises(KvferryError) as ended:
+            stream.check()
+    assert ended.value.code == "peer_lost", "the source has ended the stream, and not we"
+    assert (broken.replies, [each.code for each in broken.heard]) == (1, [code])
+    assert (whole.replies, [each.code for each in whole.heard]) == (2, ["peer_lost"])

@@ -11,15 +11,17 @@ from typing import Protocol, TypeAlias
 import grpc
 from cachetools import FIFOCache
 
-from kvferry.errors import KvferryError, PeerFailed
+from kvferry.errors import Internal, KvferryError, PeerFailed
 from kvferry.outbox import Outbox
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.aio import Tasks, all_over
 from kvferryd.ending import tried
 from kvferryd.leases.record import announced_as
+from kvferryd.observe import logs
 from kvferryd.peers.contact import Contact, asking, of_peer
 
+log = logs.get(__name__)
 CLOSE_S = 1.0
 ANNOUNCED_NBYTES, LEAST_NBYTES = 4 << 20, 4096
 """Of announced leases that are kept until a transfer asks for them: all of a source, the oldest go first; and what each
@@ -33,7 +35,7 @@ class Listener(Protocol):
     def on_reply(self, reply: peer_pb2.ReadReply) -> None: ...
 
     def on_lost(self, why: KvferryError) -> None:
-        """The stream is over: no reply will come."""
+        """The reading is over, or the whole stream: no reply will come."""
 
 
 class ReaderStream:
@@ -133,9 +135,24 @@ class ReaderStream:
             with contextlib.suppress(ValueError):  # one that is too large alone: the source is asked
                 self._announced[name] = update
         elif (listener := self._listeners.get(reply.reading)) is not None:
-            listener.on_reply(reply)
+            self._reply(reply, listener)
         elif not reply.reading and reply.HasField("problem"):
             raise of_peer(problem_from_proto(reply.problem))
+
+    def _reply(self, reply: peer_pb2.ReadReply, listener: Listener) -> None:
+        """A listener that fails is told that its own reading is over; the others go on."""
+        address = self._contact.address
+        try:
+            listener.on_reply(reply)
+            return
+        except KvferryError as error:
+            why = error.kept()
+        except Exception as error:
+            log.exception("a reader broke over a reply", address=address, reading=reply.reading)
+            why = Internal("internal", f"the daemon failed: {type(error).__name__}")
+        self._listeners.pop(reply.reading, None)
+        with tried("tell that a reading is over", address=address):
+            listener.on_lost(why)
 
     async def _write(self) -> None:
         """Why a write fails is known to `_read`, which ends this task."""
