@@ -11,12 +11,11 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cachetools import LRUCache
-
 from kvferry.blocking import BlockingEngineClient
+from kvferry.protocol.kept import Latest
 
 KEPT = 4096
-"""Of so many adapters the content is known. One that is asked for again after more others is read again."""
+"""Of so many adapters the content is known, the last that were loaded. An older one is read again."""
 
 
 class Weights:
@@ -74,18 +73,19 @@ class Adapters:
     """The content of an engine's LoRA adapters, in the process that makes the digests of its prompts."""
 
     def __init__(self) -> None:
-        self._digests: LRUCache[Hashable, str] = LRUCache(KEPT)
+        self._digests: Latest[Hashable, str] = Latest(KEPT)
 
     def loaded(self, adapter: Hashable, path: str) -> None:
         """The engine has loaded it from there, also where it had another content before. adapter: what the engine
         tells adapters apart by."""
-        self._digests[adapter] = digest_of_adapter(path)
+        self._digests.put(adapter, digest_of_adapter(path))
 
     def digest(self, adapter: Hashable, path: str) -> str:
         """The content that the engine has loaded; of an adapter that it has not loaded yet, what is there now."""
-        if adapter not in self._digests:
-            self.loaded(adapter, path)
-        return self._digests[adapter]
+        if (digest := self._digests.get(adapter)) is None:
+            digest = digest_of_adapter(path)
+            self._digests.put(adapter, digest)
+        return digest
 
 
 def digest_of_adapter(path: str) -> str:

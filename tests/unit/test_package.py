@@ -179,3 +179,23 @@ def test_without_nixl_nothing_starts_and_it_is_said_what_to_install(argv: tuple[
 def run_without(missing: str, *argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HIDING, missing, *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+CLIENT = """\
+import importlib, pkgutil, sys
+import kvferry
+sys.modules |= dict.fromkeys(sys.argv[1].split(","))
+for module in pkgutil.iter_modules(kvferry.__path__):
+    if module.name not in sys.argv[2].split(","):
+        importlib.import_module(f"kvferry.{module.name}")
+"""
+
+
+def test_the_client_needs_nothing_of_the_extras() -> None:
+    """An engine's environment has the base install, and torch."""
+    requirements = importlib.metadata.requires("kvferry") or []
+    extras = {re.split(r"[\[<>=; ]", each)[0].replace("-", "_") for each in requirements if "extra ==" in each}
+    for_others = "asgi,page,listening,proxy,reference,sglang,vllm"
+    command = [sys.executable, "-c", CLIENT, ",".join(sorted(extras - {"kvferry", "torch"})), for_others]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
