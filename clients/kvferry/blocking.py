@@ -189,8 +189,8 @@ class BlockingEngineClient:
 
     async def _take_up(self, client: EngineClient, before: EngineClient) -> None:
         """The session after `before`, which is over: the daemon gets the manifest and new fences, and a new daemon the
-        memory too. It is `client` before it is registered: a publish waits until it is. One that fails can be resumed,
-        unless nobody is going to."""
+        memory too. It is `client` before it is registered: a publish waits until it is. A session that fails can be
+        resumed, unless nobody is going to."""
         try:
             if client.peer_address != self._address:
                 raise Conflict(

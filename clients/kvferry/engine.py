@@ -447,7 +447,7 @@ class EngineClient:
         """End the session: this engine does not touch its memory any more. Leases on daemon-owned memory stay readable
         until they are read or expire. A caller that is cancelled does not stop the end. Idempotent.
 
-        What still waits, and every call from now on, raises KvferryError (`session_closed`).
+        Calls that wait, and all from now on, raise KvferryError (`session_closed`).
 
         leave: False where the engine goes on: its leases end, and the daemon's memory waits for a client that resumes
         this one.

@@ -137,7 +137,7 @@ class Session:
             raise
 
     async def close(self, *, leave: bool = True) -> None:
-        """What still waits, and every call from now on, raises KvferryError (`session_closed`). leave: the engine ends;
+        """Calls that wait, and all from now on, raise KvferryError (`session_closed`). leave: the engine ends;
         the daemon keeps whole leases until they are read or expire, and not for a session that resumes this one."""
         self._closing = True
         try:

@@ -15,7 +15,7 @@ from kvferry.blocking import BlockingEngineClient
 from kvferry.protocol.kept import Latest
 
 KEPT = 4096
-"""Of so many adapters the content is known, the last that were loaded. An older one is read again."""
+"""The content of so many adapters is known, the last that were loaded. An older one is read again."""
 
 
 class Weights:

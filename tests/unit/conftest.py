@@ -1,4 +1,4 @@
-"""What holds for every test of this folder."""
+"""Every test of this folder ends what it begins."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ async def no_task_goes_on() -> AsyncIterator[None]:
 
 
 def tasks() -> set[asyncio.Task[Any]]:
-    """Those of this loop, without those of anyio that run tests and fixtures."""
+    """All of this loop, without those of anyio that run tests and fixtures."""
     return {task for task in asyncio.all_tasks() if "TestRunner." not in getattr(task.get_coro(), "__qualname__", "")}

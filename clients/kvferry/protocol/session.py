@@ -38,7 +38,7 @@ class State(enum.Enum):
 
 
 class Memory(enum.Flag):
-    """Whose memory a session has. That of the engine's own goes with the engine."""
+    """Owners of the memory that a session has. Memory of the engine's own goes with the engine."""
 
     NONE = 0
     DAEMONS = enum.auto()

@@ -32,7 +32,7 @@ def checkpoint(config: VllmConfig) -> str:
 
 
 adapters = Adapters()
-"""Those of this process's engine core, which kvferry.vllm.weights watches."""
+"""The adapters of this process's engine core, which kvferry.vllm.weights watches."""
 
 
 def adapter_of(lora: LoRARequest) -> tuple[tuple[str, str], str]:
