@@ -24,9 +24,10 @@ ENGINE = (sys.executable, "-m", "kvferry.reference", "serve", "--preset", "tiny"
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
+    fleet, before = Fleet(), signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup makes all ignore
     yield fleet
     fleet.close()
+    signal.signal(signal.SIGHUP, before)
 
 
 def ready(*runs: Launched) -> None:
