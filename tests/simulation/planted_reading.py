@@ -67,9 +67,16 @@ def only_what_is_read(effects: list[Any], part: Progress, *_: Any) -> list[Any]:
     return [each for each in effects if each.rank in part.readings]
 
 
+def none_announced(part: Progress, now: float, proven: Any = Progress._proven) -> Any:
+    """Rank 0 is then asked neither at the start nor at the end."""
+    part.announced = any(each.announced for each in part.readings.values())
+    return proven(part, now)
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "ranks do not compare their leases": (Progress, "_proven", done_uncompared),
     "rank 0 is not asked": (Progress, "_ask_first", no_effects),
+    "what is confirmed counts as not announced": (Progress, "_proven", none_announced),
     "a lease's number is taken for its name": (Progress, "_needs_first", property(named_by_number)),
     "source ranks are read of two leases": (transfer, "one_lease", newest),
     "words are not looked at": changed(Progress, "_moved", no_words),

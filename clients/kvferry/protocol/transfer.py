@@ -41,7 +41,8 @@ class Progress:
         self.lease: t.LeaseId | None = None
         """The one that is read, once it is known."""
         self.announced = False
-        """It went by what sources had announced, without waiting for them."""
+        """Its pass began by what sources had announced, without waiting for them: rank 0 is asked at the end, also if
+        they confirm it later, unlike `Following.announced`."""
         self._peer: t.Met | None = None
         self._met = 0
         """How often hands were shaken."""
