@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+ENDING_S = 10.0
+"""How long a task that is about to end may take for it."""
+
 
 @pytest.fixture(autouse=True)
 def ends_what_it_begins(request: pytest.FixtureRequest) -> None:
@@ -20,6 +23,8 @@ async def no_task_goes_on() -> AsyncIterator[None]:
     """A task that a test forgets would end, with its error, in whichever test has the loop by then."""
     before = tasks()
     yield
+    if left := tasks() - before:
+        await asyncio.wait(left, timeout=ENDING_S)
     assert tasks() <= before, "the test leaves tasks"
 
 
