@@ -190,7 +190,8 @@ class BlockingEngineClient:
     async def _take_up(self, client: EngineClient, before: EngineClient) -> None:
         """The session after `before`, which is over: the daemon gets the manifest and new fences, and a new daemon the
         memory too. It is `client` before it is registered: a publish waits until it is. A session that fails can be
-        resumed, unless nobody is going to."""
+        resumed where it has all of the memory."""
+        has_all = client.resumed
         try:
             if client.peer_address != self._address:
                 raise Conflict(
@@ -206,6 +207,7 @@ class BlockingEngineClient:
                     remedy = "start the engine again, beside a daemon that a keeper runs (kvferry keep)"
                     raise _MemoryGone("memory_gone", message, field="region", value=region.id, remedy=remedy)
                 await client.adopt(region, again=True)
+            has_all = True
             for memory in self._adopted:
                 await client.adopt(memory)
             if self._fences_of is not None:
@@ -215,7 +217,7 @@ class BlockingEngineClient:
                 await client.register(self._manifest)
         except BaseException as error:
             self._client = before
-            await client.close(leave=isinstance(error, _MemoryGone) or not isinstance(error, Exception))
+            await client.close(leave=not has_all or not isinstance(error, Exception))
             raise
 
     @property

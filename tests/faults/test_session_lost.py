@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_process import lose_session
-from fleet import TIMEOUT_S, Daemons, memory_files, until
+from fleet import TIMEOUT_S, Daemons, ended, memory_files, until
 from lives import TP1, engine_on, killable, published
 from ranks import Kv, TestEngine, describe
 from stopping import stopped
@@ -168,7 +168,7 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
         assert (await asyncio.wait_for(asyncio.wrap_future(lease.ended), TIMEOUT_S)).ended
         lost = client.client
         if "second try" in whose:
-            fail_once(monkeypatch, EngineClient, "register")
+            fails(monkeypatch, EngineClient, "register", [True])
         await asyncio.wrap_future(client.start(lose_session(lost)))
         assert "has gone" in await asyncio.to_thread(said.get, timeout=TIMEOUT_S)
         assert "there again" in await asyncio.to_thread(said.get, timeout=TIMEOUT_S)
@@ -177,16 +177,41 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
         assert memory_files(daemon) == files
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, holder: type, name: str) -> None:
-    """As where this process has no descriptor left for a moment."""
-    call, failures = getattr(holder, name), iter([OSError("no descriptor is left")])
+@pytest.mark.slow
+async def test_an_engine_gives_all_its_memory_to_the_next_daemon_though_a_part_of_it_fails_once(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, request_id: str
+) -> None:
+    (daemon,) = await daemons.start(request_id[-8:])
+    said: queue.Queue[str] = queue.Queue()
 
-    async def fails(*given: Any, **named: Any) -> Any:
-        for failure in failures:
-            raise failure
+    def start() -> BlockingEngineClient:
+        client = BlockingEngineClient.connect(str(daemon.socket), engine_id="again", epoch="1", say=said.put)
+        client.allocate(4096, 1)
+        region = client.allocate(TP1.nbytes(0))
+        assert isinstance(region, SharedRegion)
+        client.register(describe("again", "1", TP1, 0, region))
+        return client
+
+    client = await asyncio.to_thread(start)
+    stack.push_async_callback(asyncio.to_thread, client.close)
+    fails(monkeypatch, EngineClient, "adopt", [False, True])
+    await ended(daemon, signal.SIGKILL)
+    await daemons.fleet.ready(daemons.fleet.again(daemon), timeout_s=TIMEOUT_S)
+    while "there again" not in (words := await asyncio.to_thread(said.get, timeout=TIMEOUT_S)):
+        assert "region" not in words, words
+    assert not client.client.resumed
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, holder: type, name: str, when: list[bool]) -> None:
+    """The first calls of it, as where this process has no descriptor left for a moment."""
+    call, failures = getattr(holder, name), iter(when)
+
+    async def called(*given: Any, **named: Any) -> Any:
+        if next(failures, False):
+            raise OSError("no descriptor is left")
         return await call(*given, **named)
 
-    monkeypatch.setattr(holder, name, fails)
+    monkeypatch.setattr(holder, name, called)
 
 
 @pytest.mark.slow
