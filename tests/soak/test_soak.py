@@ -91,9 +91,9 @@ START_S = 300.0
 """Of a daemon, on a machine that has other work: nothing is measured by it."""
 NEVER_KILLED = "single"
 GROWTH_MB = 128.0
-"""Of the daemon that is never killed, from when it is weighed until it is at rest: its history fills, the buffers and
-keys of checksums (20 to 50 MB) come with the first that is asked for, and UCX keeps what it had for peers that have
-died. In two minutes 77 MB were seen."""
+"""The daemon that is never killed may grow by it, from when it is weighed until it is at rest: its history fills, the
+buffers and keys of checksums (20 to 50 MB) come with the first that is asked for, and UCX keeps what it had for peers
+that have died. In two minutes 77 MB were seen."""
 SPREAD = 16
 """By how many descriptors or threads daemons of equal work may differ, old and young ones."""
 

@@ -116,7 +116,7 @@ UNDER_WAY: dict[str, Row] = {
     "Progress.readings": lambda kept: kept.ranks * kept.going_on,
     "Progress._awaited": lambda kept: kept.ranks * kept.going_on,
     "Met.read": lambda kept: 0,
-    "Seen.tables": lambda kept: 2 * kept("Progress.readings"),  # what it goes by, and what it has just been told
+    "Seen.tables": lambda kept: 2 * kept("Progress.readings"),  # one that it goes by, and one that it was just told
     "ChunkStream._pairing": lambda kept: kept.of("ChunkStream"),
     "ChunkStream.chunks": lambda kept: 16 * kept.of("ChunkStream"),
     "ChunkStream._packed": lambda kept: kept("ChunkStream.chunks"),

@@ -700,7 +700,7 @@ class Run:
         if not self._wait(lambda: all(task.done() for task in self.stopping), DEADLINE_S):
             raise Violation("a daemon does not stop")
         self.pass_time(NOTED_S + KEPT_S)
-        self._run()  # what rang meanwhile
+        self._run()  # timers have rung meanwhile
         self._check_kept(at_rest=True)
         for receive in self.receives:
             for part in receive.parts.values():

@@ -123,7 +123,7 @@ Readers = Callable[..., Reader]
 
 @pytest.fixture
 async def readers(chunks: list[Chunk], pool: np.ndarray) -> AsyncIterator[Readers]:
-    """What is named is changed in what they say. All of them are gone at the end."""
+    """They say what is named otherwise. All of them are gone at the end."""
     pairings, all_made = Pairings(), list[Reader]()
     await pairings.add("a plan", SOURCE, [SOURCE], READER)
     opening = wanting(TABLES, (0, 16), states=True, chunk_nbytes=CHUNK)

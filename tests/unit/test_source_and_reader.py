@@ -94,7 +94,8 @@ def pair() -> Iterator[Pair]:
 @pytest.mark.parametrize("epoch", [False, True], ids=["any epoch", "the epoch that is ordered"])
 def test_a_stream_is_for_the_daemon_that_was_met(pair: Pair, way: str, *, epoch: bool) -> None:
     """It dies after it has answered and before the stream is opened. The engine has attached to the next daemon at its
-    address by then, in the same epoch. That one refuses the stream by name, and is met within the same request."""
+    address by then, in the same epoch. The next daemon refuses the stream by name, and is met within the same
+    request."""
     blocks, world = range(4), pair.world
     transfer = pair.receive(blocks, way, epoch=epoch)
     while not world.asked["Pair"]:  # the last that is asked before the stream
