@@ -54,8 +54,11 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 def replaced(engine: SglangEngine, folder: Path, **more: object) -> None:
     """SGLang waits for the requests under way, and flushes its cache."""
-    body = {"model_path": str(folder), **more}
-    answer = httpx.post(f"{engine.url}/update_weights_from_disk", json=body, trust_env=False, timeout=ANSWER_S)
+    called(engine, "update_weights_from_disk", model_path=str(folder), **more)
+
+
+def called(engine: SglangEngine, what: str, **body: object) -> None:
+    answer = httpx.post(f"{engine.url}/{what}", json=body, trust_env=False, timeout=ANSWER_S)
     assert answer.status_code == 200, answer.text
 
 
@@ -124,3 +127,9 @@ def test_weights_replaced_under_load_on_one_side_and_then_on_the_other(both: Bot
     assert answer is None
     replaced(both.prefill, both.a, weight_version="first")
     is_handed_over(both, 0)
+
+    called(both.prefill, "weights_checker", action="reset_tensors")  # random ones, by which nothing may be decoded
+    called(both.prefill, "flush_cache")
+    _, answer = handed_over(both)
+    assert answer is None
+    assert {moved.error.code for moved in both.decode.transfers()[-1:] if moved.error} == {"other_weights"}

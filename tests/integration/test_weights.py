@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.memory import SharedRegion
 from kvferry.schemas import Awaited, LeaseState, TransferState
+from kvferry.sglang.updates import Updates
 from kvferry.weights import Weights, digest_of_adapter
 from kvferryd.demo.fleet import DaemonService
 
@@ -221,6 +223,63 @@ async def test_an_adapter_that_is_loaded_again_with_other_content_is_a_change(
     assert weights.of(2) == f"v2{other}"
     weights.adapter_loaded("a", digests[0])
     assert weights.of(2) == "v2"
+
+
+@dataclass
+class Told:
+    """SGLang's answer to a part of an update."""
+
+    success: bool = True
+
+
+def of_sglang(weights: Weights) -> tuple[Updates, Callable[..., str]]:
+    """The updates of these weights; a part of one, and the name of what is computed after it."""
+    updates = Updates(weights, weights.rename)
+
+    def part(how: str, version: str | None = None, *, success: bool = True, folder: str = "") -> str:
+        def replace() -> Told:
+            if version is not None:
+                updates.tell(version)
+            return Told(success)
+
+        updates.part(how, replace, folder)
+        weights.step += 1
+        return weights.of(weights.step)
+
+    return updates, part
+
+
+async def test_a_version_names_the_weights_when_all_of_its_session_is_there(
+    rank: tuple[Weights, Callable[[str, str], str]],
+) -> None:
+    """In between they are a mixture, which no other engine has a name for."""
+    weights, _ = rank
+    updates, part = of_sglang(weights)
+    names = [part("begin_weight_update"), part("update_weights_from_tensor", "v2")]
+    updates.tell("v2")  # by a call of its own
+    names += [weights.of(weights.step), part("update_weights_from_distributed", "v2")]
+    assert "v2" not in names and "" not in names
+    assert part("end_weight_update") == "v2"
+    updates.tell("v3")
+    assert weights.of(weights.step) == "v3"
+    assert part("update_weights_from_ipc", "v4") == "v4"
+    assert part("update_weights_from_disk", folder="digest") == "digest"
+
+
+@pytest.mark.parametrize("how", ["update_weights_from_tensor", "end_weight_update"])
+async def test_a_session_of_which_a_part_has_failed_leaves_no_name(
+    rank: tuple[Weights, Callable[[str, str], str]], how: str
+) -> None:
+    weights, _ = rank
+    _, part = of_sglang(weights)
+    part("begin_weight_update")
+    part("update_weights_from_tensor", "v2")
+    broken = part(how, success=False)
+    assert "v2" not in (broken, part("update_weights_from_tensor", "v2"), part("end_weight_update"))
+    part("begin_weight_update")
+    part("update_weights_from_tensor", "v2", success=False)  # the weights are there, and the cache was not flushed
+    assert part("end_weight_update") == "v2"
+    assert part("check_weights") not in ("v2", broken)  # random ones
 
 
 async def test_a_reader_of_what_is_refused_does_not_wait(engines: Pair, request_id: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvferry.errors import KvferryError  # noqa: E402
+from kvferry.fingerprint import model_fingerprint  # noqa: E402
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo  # noqa: E402
 from kvferry.memory import memfd_region  # noqa: E402
 from kvferry.memory.placing import buffers_of, placed, region_nbytes  # noqa: E402
-from kvferry.sglang.cache import GROUP, describe  # noqa: E402
+from kvferry.sglang.cache import GROUP, describe, scales  # noqa: E402
 from kvferry.sglang.options import Options  # noqa: E402
 from kvferryd.plan import PlanRefused, plan  # noqa: E402
 
@@ -118,6 +120,21 @@ def test_a_layer_whose_heads_are_not_those_of_the_model_is_refused_by_number() -
     with pytest.raises(KvferryError, match=r"layer 0 has 4 KV heads, and each of 1 ranks keeps \[2\]") as refused:
         described(pool, heads=4)
     assert refused.value.code == "unknown_heads"
+
+
+def test_fp8_by_other_scales_is_of_another_model(tmp_path: Path) -> None:
+    """The bytes of a layer mean nothing without its scale, which SGLang may read from a file of its own."""
+    files = [tmp_path / name for name in ("a", "copied", "b", "none")]
+    for file, content in zip(files, ("{1}", "{1}", "{2}"), strict=False):
+        file.write_text(content)
+
+    def fingerprint(cache_dtype: str, path: Path | None) -> str:
+        config = {"heads": 2} | scales(cache_dtype, path and str(path))
+        return model_fingerprint(config, "torch.bfloat16", None, name="m", revision=None)
+
+    a, copied, b, missing, without = (fingerprint("fp8_e4m3", path) for path in (*files, None))
+    assert a == copied and missing == without and len({a, b, without}) == 3
+    assert fingerprint("bf16", files[0]) == fingerprint("bf16", None)  # SGLang has none there
 
 
 def test_fp8_of_one_kind_is_not_handed_over_as_another() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvferry.errors import Malformed
@@ -25,6 +27,17 @@ def encoding(cache_dtype: str, dtype: Any) -> str:
         return f"{OPAQUE}sglang.{cache_dtype}"
     name = str(dtype).removeprefix("torch.")
     return OF_DTYPE.get(name, f"{OPAQUE}sglang.{name}")
+
+
+def scales(cache_dtype: str, path: str | None) -> dict[str, str]:
+    """What the fingerprint says of --quantization-param-path: fp8 is read by the scales of the file there, where SGLang
+    can read it and its cache type has any. Nothing without one."""
+    if path is None or cache_dtype != "fp8_e4m3":
+        return {}
+    try:
+        return {"kv_cache_scales": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+    except OSError:
+        return {}  # SGLang takes 1 for all of them
 
 
 def describe(

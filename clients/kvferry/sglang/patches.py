@@ -146,26 +146,17 @@ def _wait_when_idle(_: None, scheduler: Any) -> None:
 def _replace_weights(replace: Callable[..., Any], updater: Any, said: Any) -> Any:
     from kvferry.sglang.rank import chosen, this_rank
 
-    if not chosen():
+    if not chosen() or getattr(said, "action", "reset_tensors") != "reset_tensors":  # check_weights has harmless ones
         return replace(updater, said)
-    rank, how = this_rank(), replace.__name__
-    if how not in IN_SESSION:
-        rank.version = None
-    with rank.weights.replacing():
-        result = replace(updater, said)
-    if rank.version is not None:
-        rank.weights.rename(rank.version)
-    elif how == "update_weights_from_disk" and result.success:
-        rank.reloaded(said.model_path)
-    return result
+    folder = said.model_path if replace.__name__ == "update_weights_from_disk" else ""
+    return this_rank().updates.part(replace.__name__, lambda: replace(updater, said), folder)
 
 
 def _name_weights(_: None, scheduler: Any, new_version: str | None) -> None:
     from kvferry.sglang.rank import chosen, this_rank
 
     if chosen() and new_version is not None:
-        this_rank().version = new_version
-        this_rank().weights.rename(new_version)
+        this_rank().updates.tell(new_version)
 
 
 def _note_adapter(result: Any, manager: Any, lora_ref: Any) -> None:
@@ -191,8 +182,10 @@ def _note_flush(flushed: bool, scheduler: Any, *_: object, **__: object) -> None
 
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-IN_SESSION = ("update_weights_from_distributed", "update_weights_from_tensor", "end_weight_update")
-"""A version that any of these is told names the weights of the whole session."""
+REPLACES = (
+    "update_weights_from_disk", "update_weights_from_ipc", "begin_weight_update", "update_weights_from_distributed",
+    "update_weights_from_tensor", "end_weight_update", "check_weights",
+)  # fmt: skip
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     # The cache is the daemon's memory: SGLang has a hook for that on GPUs (a custom pool by name), none for the host.
@@ -207,10 +200,7 @@ HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     # Where it has nothing to compute and waits for transfers, SGLang keeps a core busy, which the daemons need.
     f"{SCHEDULER}.on_idle": (("self",), _wait_when_idle, "AFTER"),
     # KV is bound to the weights that computed it. A session writes them between its begin and its end, also by itself.
-    **{
-        f"{UPDATER}.{name}": (("self", "recv_req"), _replace_weights, "AROUND")
-        for name in ("update_weights_from_disk", "update_weights_from_ipc", "begin_weight_update", *IN_SESSION)
-    },
+    **{f"{UPDATER}.{name}": (("self", "recv_req"), _replace_weights, "AROUND") for name in REPLACES},
     f"{SCHEDULER}.record_weight_version_change": (("self", "new_version"), _name_weights, "AFTER"),
     # An adapter is bound by its content: SGLang's id of it is made from its name and its path.
     "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter": (("self", "lora_ref"), _note_adapter, "AFTER"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_model, get_parallel, get_serving
 from transformers import AutoConfig
 
 from kvferry.blocking import BlockingEngineClient
@@ -22,9 +22,10 @@ from kvferry.memory import CudaRegion, SharedRegion
 from kvferry.memory.fences import Fence
 from kvferry.memory.placing import buffers_of, placed, region_nbytes
 from kvferry.sglang import BACKEND
-from kvferry.sglang.cache import describe
+from kvferry.sglang.cache import describe, scales
 from kvferry.sglang.idle import Idle
 from kvferry.sglang.options import Options
+from kvferry.sglang.updates import Updates
 from kvferry.weights import Adapters, Weights
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ class Rank:
         )  # fmt: skip
         self.weights = Weights(self.daemon, f"{self.engine_id}/{self._epoch}", log.info)
         self.adapters = Adapters()
-        self.version: str | None = None
-        """The name that the update under way, or the last one, has been told."""
+        self.updates = Updates(self.weights, self.reloaded)
         self.cached_since = 1
         """No older step has computed what the prefix cache has."""
         self.idle = Idle()
@@ -75,9 +75,8 @@ class Rank:
             raise unsupported("a cache that is neither MHATokenToKVPool nor MLATokenToKVPool")
         model = ModelConfig.from_server_args(arguments)
         seed = arguments.random_seed if arguments.load_format == "dummy" else None
-        self._checkpoint = partial(
-            model_fingerprint, _configuration(model, arguments), str(model.dtype), model.quantization
-        )
+        config = _configuration(model, arguments) | scales(cache_dtype, get_model().quantization_param_path)
+        self._checkpoint = partial(model_fingerprint, config, str(model.dtype), model.quantization)
         said = self.options.fingerprint
         fingerprint = said or self._checkpoint(name=model.model_path, revision=model.revision, seed=seed)
         self._registered = "" if said else fingerprint
