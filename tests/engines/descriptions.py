@@ -251,11 +251,11 @@ KINDS = {
 }
 
 
-def attention(backend: Any) -> Callable[[VllmConfig], Any]:
+def attention(backend: Any, made: Any = Attention) -> Callable[[VllmConfig], Any]:
     def make(config: VllmConfig) -> Any:
         tp = config.parallel_config.tensor_parallel_size
         own, kv = 16 // tp, max(1, KV // tp)
-        return Attention(own, SIZE, 1.0, kv, cache_config=config.cache_config, prefix=NAME, attn_backend=backend)
+        return made(own, SIZE, 1.0, kv, cache_config=config.cache_config, prefix=NAME, attn_backend=backend)
 
     return make
 
@@ -482,13 +482,73 @@ def nvfp4(trtllm: bool) -> Callable[[VllmConfig], Any]:
     return make
 
 
+class Transposed:
+    """Puts the keys of a block as vLLM's kernels for CPUs do: those of a head transposed, before its values."""
+
+    def do_kv_cache_update(
+        self, layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        (blocks, heads, block, full), size = cache.shape, keys.shape[-1]
+        sizes, steps = (blocks, heads, 2, block * size), (cache.stride(0), block * full, block * size, 1)
+        first, second = cache.as_strided(sizes, steps, cache.storage_offset()).unbind(2)
+        at, slot = slots // block, slots % block
+        first.unflatten(2, (size, block))[at, :, :, slot] = keys
+        second.unflatten(2, (block, size))[at, :, slot] = values
+
+
+class Unseen(TritonAttentionBackend):  # type: ignore[misc]
+    """Writes as it computes attention, so that nobody sees where."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+
+class Hpc(TritonAttentionBackend):  # type: ignore[misc]
+    """hpc_attn.py, 443: a key and a value in the content of each head and token."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "HPC_ATTN"
+
+
+def write_halves(rank: Rank) -> None:
+    both = torch.cat([truth(TOKENS, KV, SIZE, seed=seed)[:, rank.heads(KV)].bfloat16() for seed in (0, 1)], -1)
+    cache, slots = rank.layer.kv_cache, rank.slots
+    cache[slots // cache.shape[2], :, slots % cache.shape[2]] = both
+
+
+class Streams(Attention):  # type: ignore[misc]
+    """As models/inkling/nvidia/sconv_swa_attn.py, 186: no keys and values, and what else is in a row is its own."""
+
+    def get_kv_cache_spec(self, config: VllmConfig) -> Any:
+        return replace(super().get_kv_cache_spec(config), head_size=2 * SIZE, head_size_v=0)
+
+
+def unseen(made: Any, backend: Any) -> Callable[[VllmConfig], Any]:
+    def make(config: VllmConfig) -> Any:
+        layer = attention(backend, made)(config)
+        layer.impl = Transposed()
+        return layer
+
+    return make
+
+
 _custom_ops.concat_and_cache_mla, _custom_ops.indexer_k_quant_and_cache = store_latents, store_index
 ALIKE = ((Shape(2), Shape(1)), (Shape(1), Shape(2, 64)), (Shape(1, 64), Shape(2)))
+UNALIKE = ((Shape(2, 32), Shape(1, 32)), (Shape(1, 32), Shape(1, 64)), (Shape(1, 64), Shape(2, 32)))
 KINDS |= {
     "fp8_ds_mla": Kind(latents, write_latents, ALIKE, {"kv_cache_dtype": "fp8_ds_mla"}, like_the_fused_kernel),
     "nvfp4_ds_mla": Kind(latents, write_latents, ALIKE, {"kv_cache_dtype": "nvfp4_ds_mla"}),
     "indexer": Kind(indexer(DeepseekV32IndexerCache), write_index, ALIKE, {}, like_the_fused_kernel),
     "shuffled indexer": Kind(indexer(Shuffled), write_index, ALIKE[1:2], {}, like_the_fused_kernel),
+    "a backend of another project": Kind(unseen(Attention, Unseen), write_attention, UNALIKE),
+    "rows of streams": Kind(unseen(Streams, TritonAttentionBackend), write_attention, UNALIKE),
+    "HPC_ATTN": Kind(attention(Hpc), write_halves, PAGED),
     "nvfp4": Kind(nvfp4(False), write_attention, PAGED, {"kv_cache_dtype": "nvfp4"}),
     "nvfp4 of trtllm": Kind(
         nvfp4(True), write_attention, ((Shape(2, 16, HND), Shape(1, 64, HND)),), {"kv_cache_dtype": "nvfp4"}

@@ -12,6 +12,8 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
     get_kv_cache_spec_sliding_window,
@@ -39,6 +41,13 @@ PLAIN = ("fp8", "fp8_e4m3", "fp8_e5m2")
 Tensors of auto, float16, bfloat16 and fp8_inc have the dtype of their elements. Types of cells.py have components of
 their own. All others are opaque: nobody has described the insides of the four turboquants, ultraquant_4bit, and
 DeepSeek-V4's caches, nor those of types that nobody knows yet."""
+
+HALVES = ("HPC_ATTN", "MINIMAX_M3_SPARSE")
+"""Backends that write while they compute attention, so that nobody sees where. By their sources the content of each
+head and token is a key and a value (hpc_attn.py, 443; minimax_m3/common/ops/sparse_attn.py, 54). The caches of all
+other such backends are opaque."""
+ROWS = (MLAAttentionSpec, SlidingWindowMLASpec)
+"""Specs of caches whose content is one row for each token: latents, or the keys of an indexer."""
 
 
 class Group(NamedTuple):
@@ -97,9 +106,9 @@ def _parts(
     """The components of a layer. `cache`: [block, head, slot, content], of blocks or of the kernel's smaller ones.
 
     The backend decides what `content` is: this is found by writing to block 0, vLLM's null block, which no request ever
-    gets. A cache of one key and one value for each head and token that cannot be written so is one component; any other
-    is opaque, and is moved in whole blocks. ranks: of tensor parallelism. Raises KvferryError: `unknown_layout`;
-    `unknown_heads`; `unsupported_cache` for states without names, states of several tokens, and rings of the newest.
+    gets. A row of each token is one component. What cannot be written so, and is not of HALVES, is opaque, and is moved
+    in whole blocks. ranks: of tensor parallelism. Raises KvferryError: `unknown_layout`; `unknown_heads`;
+    `unsupported_cache` for states without names, states of several tokens, and rings of the newest.
     """
     if isinstance(spec, MambaSpec):
         return _states(layer, name, spec, ranks)
@@ -112,9 +121,12 @@ def _parts(
     if packed and proven(layer, spec, packed, blocks[0], model.dtype, name):
         return packed
     encoding = _encoding(layer, spec, cache)
-    opaque = encoding is not None and is_opaque(encoding)
-    if opaque or not spec.head_size_v or layer.get_attn_backend().forward_includes_kv_cache_update:
-        return [Part("kv", blocks, ("block", "slot", "head", "slot", "content"), "head", shards, encoding)]
+    axes = ("block", "slot", "head", "slot")
+    if (encoding is not None and is_opaque(encoding)) or isinstance(spec, ROWS):
+        return [Part("kv", blocks, (*axes, "content"), "head", shards, encoding)]
+    if layer.get_attn_backend().get_name() in HALVES:
+        halves = {"k": blocks[..., : spec.head_size], "v": blocks[..., spec.head_size :]}
+        return [Part(side, half, (*axes, "dim"), "head", shards, encoding) for side, half in halves.items()]
 
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
@@ -147,7 +159,10 @@ def _states(layer: Any, name: str, spec: MambaSpec, ranks: int) -> list[Part]:
 def _encoding(layer: Any, spec: AttentionSpec, cache: torch.Tensor) -> str | None:
     """The encoding of a layer's cache; None where the dtype of its elements says it. The layer's own cache type counts:
     layers of one model may have different ones (kv_cache_dtype_skip_layers)."""
-    kind = getattr(layer, "kv_cache_dtype", type(layer).__name__)
+    kind, backend = getattr(layer, "kv_cache_dtype", type(layer).__name__), layer.get_attn_backend()
+    unseen = not spec.head_size_v or backend.forward_includes_kv_cache_update
+    if unseen and not isinstance(spec, ROWS) and backend.get_name() not in HALVES:
+        return f"{OPAQUE}vllm.{backend.__module__}.{backend.__qualname__}.{cache.dtype}"
     content = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
     if cache.shape[1] == spec.num_kv_heads and cache.shape[3] * cache.element_size() == content:
         if cache.dtype.is_floating_point:
