@@ -75,14 +75,8 @@ def test_a_daemon_is_reached_over_both_families_and_found_by_its_own_settings(fl
 def test_a_proxy_is_reached_over_both_families(fleet: Fleet) -> None:
     port = fleet.free_port()
     command = [
-        sys.executable,
-        "-m",
-        "kvferryd",
-        "proxy",
-        f"--listen=*:{port}",
-        "--prefill=http://[::1]:1",
-        "--decode=h:2",
-    ]
+        sys.executable, "-m", "kvferryd", "proxy", f"--listen=*:{port}", "--prefill=http://[::1]:1", "--decode=h:2",
+    ]  # fmt: skip
     proxy = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         asked = ["curl", "--silent", "--retry", "300", "--retry-delay", "1", "--retry-connrefused"]

@@ -263,18 +263,14 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
 @pytest.mark.parametrize(
     ("code", "fields"),
     [
-        ("lease_changed", {"word": 1}),
-        ("unknown_pairing", {"pairing": "another"}),
-        ("lease_version", {"version": 9}),
-        ("malformed_pack", {"chunk_nbytes": 1 << 30}),
-        ("malformed_pack", {"chunk_nbytes": 1}),
+        ("lease_changed", {"word": 1}), ("unknown_pairing", {"pairing": "another"}), ("lease_version", {"version": 9}),
+        ("malformed_pack", {"chunk_nbytes": 1 << 30}), ("malformed_pack", {"chunk_nbytes": 1}),
         ("malformed_pack", {"tables": {str(group): peer_pb2.TableShape() for group in range(1 + MOST["groups"])}}),
-        ("cut_differs", {"chunks": 2}),
-        ("cut_differs", {"nbytes": 2}),
+        ("cut_differs", {"chunks": 2}), ("cut_differs", {"nbytes": 2}),
         ("tokens_unpublished", {"tokens": layout_pb2.TokenRange(start=0, stop=MANY)}),
         ("malformed_tables", {"tokens": layout_pb2.TokenRange(start=9, stop=1)}),
     ],
-)
+)  # fmt: skip
 async def test_who_asks_for_what_is_not_its_own_is_refused_and_may_ask_again(
     staged: Pair, request_id: str, code: str, fields: dict[str, object]
 ) -> None:

@@ -48,23 +48,11 @@ def test_nothing_else_is_dialled(address: str, allowed: list[str]) -> None:
 
 
 OTHER_PLACES = [
-    "dns://6.6.6.6/x.kv.svc:7411",
-    "dns:///x.kv.svc:7411",
-    "dns:x.kv.svc:7411",
-    "xds:///x.kv.svc:7411",
-    "unix:/tmp/x.kv.svc:7411",
-    "unix-abstract:x.kv.svc:7411",
-    "ipv4:6.6.6.6:7411",
-    "6.6.6.6?x.kv.svc:7411",
-    "6.6.6.6#x.kv.svc:7411",
-    "6.6.6.6%3A80%3Fx.kv.svc:7411",
-    "user@x.kv.svc:7411",
-    "6.6.6.6,x.kv.svc:7411",
-    "x.kv.svc:7411\n",
-    "x.kv.svc :7411",
-    "[x.kv.svc]:7411",
-    "fd00::7:7411",
-]
+    "dns://6.6.6.6/x.kv.svc:7411", "dns:///x.kv.svc:7411", "dns:x.kv.svc:7411", "xds:///x.kv.svc:7411",
+    "unix:/tmp/x.kv.svc:7411", "unix-abstract:x.kv.svc:7411", "ipv4:6.6.6.6:7411", "6.6.6.6?x.kv.svc:7411",
+    "6.6.6.6#x.kv.svc:7411", "6.6.6.6%3A80%3Fx.kv.svc:7411", "user@x.kv.svc:7411", "6.6.6.6,x.kv.svc:7411",
+    "x.kv.svc:7411\n", "x.kv.svc :7411", "[x.kv.svc]:7411", "fd00::7:7411",
+]  # fmt: skip
 """What gRPC takes for an address of another kind, or for another host than the one before the port."""
 
 

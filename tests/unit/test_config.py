@@ -55,17 +55,13 @@ def test_an_empty_variable_is_no_word() -> None:
 @pytest.mark.parametrize(
     ("name", "raw", "value"),
     [
-        ("checksum", "yes", True),
-        ("checksum", " true\n", True),
-        ("checksum", "OFF", False),
-        ("lease_ttl_s", "2.5", 2.5),
-        ("device", "cuda:3", "cuda:3"),
-        ("rest", "[::1]:0", "[::1]:0"),
+        ("checksum", "yes", True), ("checksum", " true\n", True), ("checksum", "OFF", False),
+        ("lease_ttl_s", "2.5", 2.5), ("device", "cuda:3", "cuda:3"), ("rest", "[::1]:0", "[::1]:0"),
         ("log_format", "json", "json"),
         ("allow_peers", "10.0.0.0/8, worker-*.kv.svc  fd00::/8", ("10.0.0.0/8", "worker-*.kv.svc", "fd00::/8")),
         ("ucx", "TLS=rc,cuda_ipc UCX_NET_DEVICES=mlx5_0:1", {"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}),
     ],
-)
+)  # fmt: skip
 def test_a_variable_holds_text(name: str, raw: str, value: object) -> None:
     assert getattr(resolve({}, {f"KVFERRY_{name.upper()}": raw})[0], name) == value
 
@@ -82,37 +78,16 @@ def test_a_file_holds_the_types_of_toml(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "raw"),
     [
-        ("rest", "7410"),
-        ("rest", "host:70000"),
-        ("rest", "::1:7410"),
-        ("peer", "[nonsense:]:1"),
-        ("advertise", "10.0.0.1:0"),
-        ("advertise", "0.0.0.0:7411"),
-        ("engine_socket", "run/engine.sock"),
-        ("engine_socket", "/" + "x" * 107),
-        ("device", "cuda"),
-        ("device", "gpu:0"),
-        ("arena_mb", "-1"),
-        ("arena_mb", "1.5"),
-        ("arena_mb", "512MB"),
-        ("way", "quick"),
-        ("strict", "maybe"),
-        ("allow_peers", " "),
-        ("allow_peers", "10.0.0.1/8"),
-        ("allow_peers", "10.0.0.1:7411"),
-        ("allow_peers", "10.0.0.300"),
-        ("allow_peers", "a/b c"),
-        ("token_file", "/not/there"),
-        ("log_level", "loud"),
-        ("lease_ttl_s", "nan"),
-        ("lease_ttl_s", "-1"),
-        ("deadline_s", "3601"),
-        ("nixl_threads", "65"),
-        ("ucx", "TLS"),
-        ("ucx", "tls=rc"),
+        ("rest", "7410"), ("rest", "host:70000"), ("rest", "::1:7410"), ("peer", "[nonsense:]:1"),
+        ("advertise", "10.0.0.1:0"), ("advertise", "0.0.0.0:7411"), ("engine_socket", "run/engine.sock"),
+        ("engine_socket", "/" + "x" * 107), ("device", "cuda"), ("device", "gpu:0"), ("arena_mb", "-1"),
+        ("arena_mb", "1.5"), ("arena_mb", "512MB"), ("way", "quick"), ("strict", "maybe"), ("allow_peers", " "),
+        ("allow_peers", "10.0.0.1/8"), ("allow_peers", "10.0.0.1:7411"), ("allow_peers", "10.0.0.300"),
+        ("allow_peers", "a/b c"), ("token_file", "/not/there"), ("log_level", "loud"), ("lease_ttl_s", "nan"),
+        ("lease_ttl_s", "-1"), ("deadline_s", "3601"), ("nixl_threads", "65"), ("ucx", "TLS"), ("ucx", "tls=rc"),
         ("connect_timeout_s", "soon"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_value_is_refused_with_its_name_its_origin_and_a_remedy(name: str, raw: str) -> None:
     error = refused(environment={f"KVFERRY_{name.upper()}": raw})
     assert error.code == "bad_config"

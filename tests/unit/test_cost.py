@@ -12,15 +12,11 @@ BOTH = ("staged", "direct")
 @pytest.mark.parametrize(
     ("kind", "runs", "nbytes", "way"),
     [
-        ("host", 262_144, 1 << 19, "staged"),
-        ("host", 256, 1 << 9, "direct"),
-        ("host", 1, 1 << 26, "direct"),
-        ("host", 1 << 14, 1 << 26, "direct"),
-        ("cuda", 81_920, 671_000_000, "staged"),
-        ("cuda", 32, 2 << 20, "direct"),
+        ("host", 262_144, 1 << 19, "staged"), ("host", 256, 1 << 9, "direct"), ("host", 1, 1 << 26, "direct"),
+        ("host", 1 << 14, 1 << 26, "direct"), ("cuda", 81_920, 671_000_000, "staged"), ("cuda", 32, 2 << 20, "direct"),
         ("cuda", 1, 671_000_000, "direct"),
     ],
-)
+)  # fmt: skip
 def test_many_short_runs_are_staged_and_others_read_one_by_one(kind: str, runs: int, nbytes: int, way: str) -> None:
     assert cheapest(COSTS[kind], BOTH, runs, nbytes) == way
 

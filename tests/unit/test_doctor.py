@@ -147,16 +147,12 @@ def test_a_certificate_of_another_authority_than_tls_ca_is_wrong(
 @pytest.mark.parametrize(
     ("host", "names", "answer"),
     [
-        ("decode-0.peers.svc", ["*.peers.svc"], True),
-        ("a.decode-0.peers.svc", ["*.peers.svc"], False),
-        ("peers.svc", ["*.peers.svc"], False),
-        ("Decode.svc", ["decode.SVC"], True),
-        ("10.0.0.7", ["10.0.0.8", "10.0.0.7"], True),
-        ("fd00:0:0:0::7", ["fd00::7"], True),
-        ("FD00::7", ["fd00:0::7"], True),
-        ("fd00::8", ["fd00::7"], False),
+        ("decode-0.peers.svc", ["*.peers.svc"], True), ("a.decode-0.peers.svc", ["*.peers.svc"], False),
+        ("peers.svc", ["*.peers.svc"], False), ("Decode.svc", ["decode.SVC"], True),
+        ("10.0.0.7", ["10.0.0.8", "10.0.0.7"], True), ("fd00:0:0:0::7", ["fd00::7"], True),
+        ("FD00::7", ["fd00:0::7"], True), ("fd00::8", ["fd00::7"], False),
     ],
-)
+)  # fmt: skip
 def test_a_wildcard_stands_for_one_label(host: str, names: list[str], answer: bool) -> None:
     assert is_for(host, names) is answer
 

@@ -168,18 +168,15 @@ MALFORMED: list[tuple[str, Change]] = [
     ("components.0.offset", lambda d: k(d).update(offset=2**62)),
     ("components.0.offset", lambda d: k(d).update(offset=1.5)),
     ("components.0.offset", lambda d: k(d).update(offset="0")),
-    ("components.0.layer", lambda d: k(d).update(layer=True)),
-    ("components.0.layer", lambda d: k(d).update(layer=-1)),
+    ("components.0.layer", lambda d: k(d).update(layer=True)), ("components.0.layer", lambda d: k(d).update(layer=-1)),
     ("components.0.axes.1.stride", lambda d: axis(d, "slot").update(stride=-8)),
     ("components.0.axes.1.stride", lambda d: axis(d, "slot").update(stride=2**64)),
     ("components.0.axes.1.extent", lambda d: axis(d, "slot").update(extent=0)),
     ("components.0.axes", lambda d: k(d).update(axes=[])),
     ("components.0.axes", lambda d: k(d).update(axes=[{"name": "x", "extent": 1, "stride": 1}] * 17)),
-    ("components.0.name", lambda d: k(d).update(name="")),
-    ("components.0.name", lambda d: k(d).update(name="k" * 257)),
+    ("components.0.name", lambda d: k(d).update(name="")), ("components.0.name", lambda d: k(d).update(name="k" * 257)),
     ("components.0.shard.start", lambda d: k(d)["shard"].update(start=-1)),
-    ("components.0.strides", lambda d: k(d).update(strides=[1])),
-    ("components", lambda d: d.update(components=[])),
+    ("components.0.strides", lambda d: k(d).update(strides=[1])), ("components", lambda d: d.update(components=[])),
     ("regions.0.nbytes", lambda d: d["regions"][0].update(nbytes=0)),
     ("regions.0.kind", lambda d: d["regions"][0].update(kind="disk")),
     ("regions.0.id", lambda d: d["regions"][0].update(id=-1)),
@@ -187,12 +184,10 @@ MALFORMED: list[tuple[str, Change]] = [
     ("groups.0.block_size", lambda d: d["groups"][0].update(block_size=0)),
     ("groups.0.window", lambda d: d["groups"][0].update(window=0)),
     ("groups.0.token_shard.interleave", lambda d: d["groups"][0]["token_shard"].update(interleave=0)),
-    ("engine_id", lambda d: d.pop("engine_id")),
-    ("epoch", lambda d: d.update(epoch="")),
-    ("world_size", lambda d: d.update(world_size=0)),
-    ("model.fingerprint", lambda d: d["model"].pop("fingerprint")),
+    ("engine_id", lambda d: d.pop("engine_id")), ("epoch", lambda d: d.update(epoch="")),
+    ("world_size", lambda d: d.update(world_size=0)), ("model.fingerprint", lambda d: d["model"].pop("fingerprint")),
     ("surprise", lambda d: d.update(surprise=1)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("field", "change"), MALFORMED)

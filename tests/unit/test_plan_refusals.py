@@ -25,66 +25,40 @@ def only(sources: Manifest | list[Manifest], destination: Manifest) -> tuple[str
     return reason.code, reason.component, reason.source, reason.destination
 
 
-def test_fingerprints_that_differ() -> None:
-    code, _, source, destination = only(cache(*attention(), fingerprint="v1"), cache(*attention(), fingerprint="v2"))
-    assert code == "fingerprint"
-    assert "v1" in source
-    assert "v2" in destination
+def one(**shape: object) -> Manifest:
+    """A cache of one array."""
+    return cache(array(**{"block": 4, "slot": 4, "head": 2, "dim": 2} | shape))
 
 
-def test_dtypes_that_differ() -> None:
-    wide = cache(array(block=4, slot=4, head=2, dim=2, dtype="float32"))
-    narrow = cache(array(block=4, slot=4, head=2, dim=2, dtype="float8_e4m3fn"))
-    assert only(wide, narrow) == ("dtype", "0.k", "float32", "float8_e4m3fn")
+DIFFER: dict[str, tuple[Manifest, Manifest, str, str, str]] = {
+    "fingerprint": (cache(*attention(), fingerprint="v1"), cache(*attention(), fingerprint="v2"), "", "v1", "v2"),
+    "dtype": (one(dtype="float32"), one(dtype="float8_e4m3fn"), "0.k", "float32", "float8_e4m3fn"),
+    "dtype of equal size": (one(dtype="bfloat16"), one(dtype="float16"), "0.k", "bfloat16", "float16"),
+    "inner_extent": (one(dim=64), one(dim=128), "0.k", "dim 64", "dim 128"),
+    "total": (one(shard=("head", 0, 8)), one(shard=("head", 0, 6)), "0.k", "8", "6"),
+    "axes": (one(), cache(array(order="block slot head", block=4, slot=4, head=2)), "0.k", "dim", "head"),
+    "group_kind": (
+        cache(array(block=4, slot=4, dim=2, order="block slot dim")), cache(array(order="block dim", block=4, dim=2)),
+        "0.k", "paged", "state",
+    ),
+}  # fmt: skip
 
 
-def test_dtypes_of_equal_size_that_differ() -> None:
-    a, b = (cache(array(block=4, slot=4, head=2, dtype=d, order="block slot head")) for d in ("bfloat16", "float16"))
-    assert only(a, b) == ("dtype", "0.k", "bfloat16", "float16")
+@pytest.mark.parametrize("how", DIFFER)
+def test_what_differs_is_named_with_both_values(how: str) -> None:
+    ours, theirs, component, *values = DIFFER[how]
+    code, found, *said = only(ours, theirs)
+    assert (code, found) == (how.partition(" ")[0], component)
+    assert all(value in each for value, each in zip(values, said, strict=True))
+    assert code != "axes" or "dim" not in said[1]
+    assert code not in ("dtype", "group_kind") or said == values
 
 
 def test_a_component_that_no_source_lists() -> None:
     reasons = refused(cache(*attention(layers=(0,))), cache(*attention(layers=(0, 1))))
     assert {(reason.code, reason.component) for reason in reasons} == {
-        ("missing_component", "1.k"),
-        ("missing_component", "1.v"),
+        ("missing_component", name) for name in ("1.k", "1.v")
     }
-
-
-def test_inner_extents_that_differ() -> None:
-    code, component, source, destination = only(
-        cache(array(block=4, slot=4, head=2, dim=64)), cache(array(block=4, slot=4, head=2, dim=128))
-    )
-    assert (code, component) == ("inner_extent", "0.k")
-    assert "64" in source
-    assert "128" in destination
-
-
-def test_totals_that_differ() -> None:
-    code, component, source, destination = only(
-        cache(array(block=4, slot=4, head=2, dim=2, shard=("head", 0, 8))),
-        cache(array(block=4, slot=4, head=2, dim=2, shard=("head", 0, 6))),
-    )
-    assert (code, component) == ("total", "0.k")
-    assert "8" in source
-    assert "6" in destination
-
-
-def test_axis_sets_that_differ() -> None:
-    code, component, source, destination = only(
-        cache(array(block=4, slot=4, head=2, dim=2)), cache(array(order="block slot head", block=4, slot=4, head=2))
-    )
-    assert (code, component) == ("axes", "0.k")
-    assert "dim" in source
-    assert "dim" not in destination
-
-
-def test_a_paged_component_and_a_state_of_the_same_name() -> None:
-    paged, state = (
-        cache(array(block=4, slot=4, dim=2, order="block slot dim")),
-        cache(array(order="block dim", block=4, dim=2)),
-    )
-    assert only(paged, state) == ("group_kind", "0.k", "paged", "state")
 
 
 def test_source_ranks_that_disagree_about_context_parallelism() -> None:
@@ -112,24 +86,16 @@ def test_tokens_that_nobody_holds() -> None:
 
 
 def test_all_reasons_come_at_once() -> None:
-    source = cache(array("k", block=4, slot=4, head=2, dim=2), array("v", block=4, slot=4, head=2, dim=2))
-    destination = cache(
-        array("k", block=4, slot=4, head=2, dim=2, dtype="float32"),
-        array("v", block=4, slot=4, head=2, dim=3),
-        array("v", 1, block=4, slot=4, head=2, dim=2),
-    )
-    assert {(r.code, r.component) for r in refused(source, destination)} == {
-        ("dtype", "0.k"),
-        ("inner_extent", "0.v"),
-        ("missing_component", "1.v"),
-    }
+    shape = {"block": 4, "slot": 4, "head": 2}
+    source = cache(array("k", dim=2, **shape), array("v", dim=2, **shape))
+    other = array("k", dim=2, dtype="float32", **shape), array("v", dim=3, **shape), array("v", 1, dim=2, **shape)
+    found = {(r.code, r.component) for r in refused(source, cache(*other))}
+    assert found == {("dtype", "0.k"), ("inner_extent", "0.v"), ("missing_component", "1.v")}
 
 
 def test_a_source_component_that_the_destination_lacks_is_no_reason() -> None:
-    plan(
-        [cache(*attention(layers=(0, 1)), array("extra", block=8, slot=4, dim=3, order="block slot dim"))],
-        cache(*attention()),
-    )
+    extra = array("extra", block=8, slot=4, dim=3, order="block slot dim")
+    plan([cache(*attention(layers=(0, 1)), extra)], cache(*attention()))
 
 
 def wrong(source_tables: dict, destination_tables: dict, tokens: tuple[int, int] = (0, 16)) -> KvferryError:
@@ -140,22 +106,19 @@ def wrong(source_tables: dict, destination_tables: dict, tokens: tuple[int, int]
     return caught.value
 
 
-def test_a_destination_table_that_ends_before_the_range() -> None:
-    error = wrong(FOUR, {"full": table(1, 2, 3)})
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (FOUR, {"full": table(1, 2, 3)}, ("destination", "12", "16")),
+        ({"full": table(1, 2, 3)}, FOUR, ("source rank 0",)),
+        ({"full": table(1, 2, 3, first_token=4)}, FOUR, ("source rank 0",)),
+    ],
+    ids=["destination ends", "source ends", "source begins"],
+)
+def test_a_table_that_does_not_cover_the_range(theirs: dict, ours: dict, said: tuple[str, ...]) -> None:
+    error = wrong(theirs, ours)
     assert (error.code, error.field) == ("tables_too_short", "tables.full")
-    assert "destination" in error.message
-    assert "12" in error.message
-    assert "16" in error.message
-
-
-def test_a_source_table_that_ends_before_the_range() -> None:
-    error = wrong({"full": table(1, 2, 3)}, FOUR)
-    assert error.code == "tables_too_short"
-    assert "source rank 0" in error.message
-
-
-def test_a_source_table_that_begins_after_the_range() -> None:
-    assert wrong({"full": table(1, 2, 3, first_token=4)}, FOUR).code == "tables_too_short"
+    assert all(each in error.message for each in said)
 
 
 def test_a_window_whose_last_tokens_are_gone() -> None:
@@ -172,15 +135,10 @@ def test_block_ids_that_the_cache_does_not_have(block: int) -> None:
 
 
 def test_groups_without_a_table() -> None:
-    assert wrong(FOUR, {}).code == "tables_mismatch"
-    assert wrong({}, FOUR).code == "tables_mismatch"
+    assert wrong(FOUR, {}).code == wrong({}, FOUR).code == "tables_mismatch"
     assert wrong(FOUR, {"fulll": FOUR["full"]}).field == "tables.full"
-
-
-def test_a_source_rank_without_tables() -> None:
-    error = wrong(None, FOUR)
-    assert error.code == "tables_mismatch"
-    assert "source rank 0" in error.message
+    no_rank = wrong(None, FOUR)
+    assert no_rank.code == "tables_mismatch" and "source rank 0" in no_rank.message
 
 
 @pytest.mark.parametrize("ids", [(0, 1), ()])

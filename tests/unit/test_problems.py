@@ -11,17 +11,9 @@ from kvferry.wire import problem_from_proto, problem_to_proto
 from kvferryd.api.rest.problems import problem
 
 STATUSES = {
-    Kind.MALFORMED: 422,
-    Kind.UNAUTHORIZED: 401,
-    Kind.FORBIDDEN: 403,
-    Kind.NOT_FOUND: 404,
-    Kind.CONFLICT: 409,
-    Kind.FULL: 429,
-    Kind.INTERNAL: 500,
-    Kind.PEER_FAILED: 502,
-    Kind.UNAVAILABLE: 503,
-    Kind.DEADLINE: 504,
-}
+    Kind.MALFORMED: 422, Kind.UNAUTHORIZED: 401, Kind.FORBIDDEN: 403, Kind.NOT_FOUND: 404, Kind.CONFLICT: 409,
+    Kind.FULL: 429, Kind.INTERNAL: 500, Kind.PEER_FAILED: 502, Kind.UNAVAILABLE: 503, Kind.DEADLINE: 504,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", Kind)

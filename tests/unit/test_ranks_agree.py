@@ -209,82 +209,6 @@ def test_an_order_that_takes_no_time_costs_rank_0_one_message_of_each_other_rank
     assert sorted(told) == list(range(1, len(RANKS)))
 
 
-def test_an_order_with_an_id_gets_one_answer_at_every_rank_after_the_end(ranks: Ranks) -> None:
-    ranks.publish(0)
-    first = ranks.order(1, order_id="o")
-    ranks.world.run(500)
-    parts = [ranks.reserve(rank) for rank in range(len(RANKS))]
-    ranks.world.run(5000)
-    assert all(part.state is TransferState.DONE for part in parts)
-    again = [ranks.order(rank, order_id="o") for rank in range(len(RANKS))]
-    otherwise = ranks.order(2, order_id="o", priority=1)
-    ranks.world.run(500)
-    assert {each.result() for each in again} == {first.result()}
-    assert isinstance(why := otherwise.exception(), Conflict) and why.code == "order_conflict"
-
-
-def test_an_order_that_comes_again_is_not_told_that_it_is_done_though_nothing_moved(ranks: Ranks) -> None:
-    ranks.publish(0)
-    first = ranks.order(0)
-    for rank in range(len(RANKS)):
-        ranks.reserve(rank)
-    ranks.world.run(5000)
-    again = ranks.order(1)
-    ranks.world.run(500)
-    assert again.result() != first.result()
-    transfer = ranks.daemons[0].ferry.jobs.get(again.result())
-    assert transfer.state is TransferState.WAITING and not transfer.ranks
-    ranks.publish(0)
-    parts = [ranks.anew(0), *(ranks.reserve(rank, range(4)) for rank in range(1, len(RANKS)))]
-    assert parts[0] is transfer
-    ranks.world.run(5000)
-    assert {part.state for part in parts} == {TransferState.DONE} == {share.state for share in transfer.ranks.values()}
-
-
-@pytest.mark.parametrize("by_router", [None, {}, {"attempt": 1}], ids=["engine", "router", "router, attempt"])
-@pytest.mark.parametrize("refusing", [0, 1])
-@pytest.mark.parametrize("first", [False, True])
-def test_a_reservation_that_one_rank_refuses_ends_the_attempt_on_all(
-    ranks: Ranks, by_router: dict[str, Any] | None, refusing: int, first: bool
-) -> None:
-    """At once, and also where another rank reserves later. Another attempt goes on."""
-    ranks.publish(0)
-    held = ranks.receive(refusing, "s", 1, range(4))
-    if by_router is not None:
-        ranks.order(1, **by_router)
-        ranks.world.run(500)
-    order = ORDER if by_router is None else None
-    others = [rank for rank in range(len(RANKS)) if rank != refusing]
-
-    def refuse() -> None:
-        with pytest.raises(Conflict) as refused:
-            ranks.reserve(refusing, order=order)
-        assert refused.value.code == "blocks_not_quiet"
-
-    if first:
-        refuse()
-        ranks.world.run(500)
-    ended: list[Transfer] = []
-    for rank in others:
-        with contextlib.suppress(KvferryError):  # it has heard of the refusal
-            ended.append(ranks.reserve(rank, order=order))
-    if not first:
-        assert len(ended) == len(others)
-        refuse()
-    ranks.world.run(500)
-    assert all(part.ended.is_set() and part.state is not TransferState.DONE for part in ended)
-    assert all(part.problem is not None and part.problem.code != "deadline" for part in ended)
-    assert not held.ended.is_set()
-    ranks.publish(0)
-    if by_router is not None:
-        ranks.order(2)
-        ranks.world.run(500)
-    ranks.attempt += 1
-    parts = [ranks.reserve(rank, range(4, 8), order=order) for rank in range(len(RANKS))]
-    ranks.world.run(5000)
-    assert {part.state for part in parts} == {TransferState.DONE}
-
-
 def test_two_ranks_that_have_ended_do_not_tell_each_other_so_for_ever(ranks: Ranks) -> None:
     """While neither has heard from the other's part that it has."""
     first, second = ranks.own(0), ranks.own(1)
@@ -335,27 +259,6 @@ def test_a_rank_whose_stream_breaks_is_asked_again_and_its_end_is_known(ranks: R
     ranks.world.loop.pass_time(2.0)
     ranks.world.run(5000)
     assert part.state is TransferState.DONE and transfer.state_of_all is TransferState.DONE, transfer.problem
-
-
-def test_an_end_is_told_again_until_the_rank_has_heard_it(ranks: Ranks) -> None:
-    """Rank 1's daemon cannot be reached when rank 0's part ends."""
-    transfer, part = ranks.own(0), ranks.own(1)
-    ranks.world.run(500)
-    away = ranks.world.processes.pop(RANKS[1])
-    for call in [each for each in ranks.world.streams() if each._address == RANKS[1]]:
-        call.break_down()
-    ranks.stop(transfer)
-    for _ in range(4):
-        ranks.world.run(500)
-        ranks.world.loop.pass_time(1.0)
-    share = transfer.ranks[1]
-    assert share.error is not None and (share.state, share.error.code) == (TransferState.FAILED, "rank_lost")
-    assert not part.ended.is_set()
-    ranks.world.processes[RANKS[1]] = away
-    for _ in range(4):
-        ranks.world.run(500)
-        ranks.world.loop.pass_time(1.0)
-    assert part.problem is not None and part.problem.code == "aborted"
 
 
 def test_a_rank_that_is_lost_is_never_done_at_the_leader_and_goes_on(ranks: Ranks) -> None:
@@ -409,25 +312,6 @@ def test_ranks_that_read_by_two_orders_with_tables_have_not_read_a_lease_togethe
     again = list(ranks.daemons[0].ferry.jobs)[-1]
     assert again.state_of_all is TransferState.DONE, again.problem
     assert not len(ranks.source.engine.leases)
-
-
-def test_rank_0_is_not_bound_to_a_lease_that_was_over_when_it_was_announced(ranks: Ranks) -> None:
-    """The others have heard of the next one, and ask rank 0 whether it reads that."""
-    ranks.meet()
-    ranks.publish(0)
-    ranks.world.run(500)
-    ranks.world.loop.call(ranks.source.engine.leases.revoke, "r", "preempted")
-    (late,) = [
-        each for each in ranks.world.streams() if each._client is ranks.daemons[0].process and each._method == "Read"
-    ]
-    ranks.publish(0)
-    ranks.run_without(lambda: set(late.steps()))
-    parts = ranks.own_of_all()
-    ranks.run_without(lambda: set(late.steps()))
-    assert [part.lease for part in parts] == [2, 3, 3]
-    assert not any(part.ended.is_set() for part in parts)
-    ranks.world.run(5000)
-    assert {(part.state, part.lease) for part in parts} == {(TransferState.DONE, 3)}, [part.problem for part in parts]
 
 
 @pytest.mark.parametrize("others", [ORDER, dataclasses.replace(ORDER, lease=2)], ids=["any", "number"])

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import functools
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,43 +33,44 @@ from kvferryd.transport.read import Span
 pytestmark = pytest.mark.anyio
 
 
+class Slow:
+    """Makes a region on a thread, when it is let."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory, self.begun, self.let_go = memory, threading.Event(), threading.Event()
+
+    def make(self) -> Any:
+        self.begun.set()
+        assert self.let_go.wait(60)
+        return self.memory
+
+    async def given_up(self, making: Coroutine[Any, Any, Any]) -> None:
+        """Cancelled while it is made."""
+        task = asyncio.create_task(making)
+        await asyncio.to_thread(self.begun.wait, 60)
+        task.cancel()
+        await asyncio.wait([task])
+        self.let_go.set()
+
+
 async def test_a_region_that_is_made_while_its_session_is_retired_is_closed() -> None:
     """As by a daemon that stops: the engine is still attached."""
-    session, memory, begun, let_go = Session(Rank("e", "1", 0, 1)), Memory(), threading.Event(), threading.Event()
-
-    def make() -> Any:
-        begun.set()
-        assert let_go.wait(60)
-        return memory
-
-    adding = asyncio.create_task(session.add(0, 1, make))
-    await asyncio.to_thread(begun.wait, 60)
+    session, slow = Session(Rank("e", "1", 0, 1)), Slow(Memory())
+    adding = asyncio.create_task(session.add(0, 1, slow.make))
+    await asyncio.to_thread(slow.begun.wait, 60)
     session.retiring = True
     await session.take(Step.FREE, "the daemon stops", keep=False)
-    let_go.set()
+    slow.let_go.set()
     with pytest.raises(KvferryError, match="ended"):
         await adding
-    assert memory.closed and not session.regions
+    assert slow.memory.closed and not session.regions
 
 
 def test_a_region_that_is_made_while_the_daemon_stops_is_closed() -> None:
     """Its caller is gone by then, and so is the event loop."""
-    memory, begun, let_go = Memory(), threading.Event(), threading.Event()
-
-    def make() -> Any:
-        begun.set()
-        assert let_go.wait(60)
-        return memory
-
-    async def stopped() -> None:
-        adding = asyncio.create_task(Session(Rank("e", "1", 0, 1)).add(0, 1, make))
-        await asyncio.to_thread(begun.wait, 60)
-        adding.cancel()
-        await asyncio.wait([adding])
-        let_go.set()
-
-    asyncio.run(stopped())
-    assert memory.closed
+    slow = Slow(Memory())
+    asyncio.run(slow.given_up(Session(Rank("e", "1", 0, 1)).add(0, 1, slow.make)))
+    assert slow.memory.closed
 
 
 class Gpu:
@@ -78,8 +79,7 @@ class Gpu:
     index = 0
 
     def __init__(self) -> None:
-        self.begun, self.let_go = threading.Event(), threading.Event()
-        self.mapped = 0
+        self.mapped, self.slow = 0, Slow(Memory())
 
     def bind(self) -> None: ...
 
@@ -87,8 +87,7 @@ class Gpu:
         return SimpleNamespace(synchronize=lambda: None, close=lambda: None)
 
     def open(self, handle: bytes) -> Any:
-        self.begun.set()
-        assert self.let_go.wait(60)
+        self.slow.make()
         self.mapped += 1
         return SimpleNamespace(close=self._unmap)
 
@@ -100,11 +99,7 @@ async def test_a_mapping_that_comes_when_nobody_waits_for_it_any_more_is_ended()
     """As that of a handshake that has timed out: it would keep the peer's memory taken."""
     gpu = Gpu()
     runner = Runner(SimpleNamespace(device=gpu, close=lambda: None), 1)  # type: ignore[arg-type]
-    opening = asyncio.create_task(runner.open(cuda.Exported(b"", 0, 1, ""), 1))
-    await asyncio.to_thread(gpu.begun.wait, 60)
-    opening.cancel()
-    await asyncio.wait([opening])
-    gpu.let_go.set()
+    await gpu.slow.given_up(runner.open(cuda.Exported(b"", 0, 1, ""), 1))
     await runner.call(lambda: None)  # after it, on the thread
     assert gpu.mapped == 0
     assert await runner.close()
@@ -218,18 +213,8 @@ async def _ended_as_it_came_too_late(memory: Memory) -> None:
 
 
 async def _ended_as_nobody_wants_it(memory: Large) -> None:
-    begun, let_go = threading.Event(), threading.Event()
-
-    def make() -> Any:
-        begun.set()
-        assert let_go.wait(60)
-        return memory
-
-    making = asyncio.create_task(Session(Rank("e", "1", 0, 1)).made(make))
-    await asyncio.to_thread(begun.wait, 60)
-    making.cancel()
-    await asyncio.wait([making])
-    let_go.set()
+    slow = Slow(memory)
+    await slow.given_up(Session(Rank("e", "1", 0, 1)).made(slow.make))
     assert await asyncio.to_thread(memory.gone.wait, 60)
 
 
