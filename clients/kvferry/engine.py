@@ -50,6 +50,8 @@ LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
 """How long after the deadline of a receive the daemon may take to report its end."""
+PROBE_S = 2.5
+"""The pause before a daemon that keeps a deadline which has passed is asked again whether it is there."""
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
 """At least so many bytes of new memory are filled, mapped and registered in a second; the longest that may take."""
 
@@ -313,7 +315,8 @@ class EngineClient:
         of a sliding window.
 
         Raises TransferFailed, or KvferryError when the reservation is refused. The daemon keeps the deadline, which a
-        router's order may move; when it does not answer GRACE_S after it, TransferFailed (`deadline`) says so.
+        router's order may move; when it is silent GRACE_S after it, TransferFailed (`deadline`) says so, whatever
+        `call_timeout_s` is.
         When this call is cancelled it aborts the transfer. It ends when the blocks are safe, or after LEAVE_S with
         ReceiveCancelled: then they are not, and `quiesced()` of that waits until they are.
         """
@@ -328,7 +331,6 @@ class EngineClient:
         pending = self._pending("receive", request)
         self._on(b.Receive(pending, request_id, attempt))
         try:
-            await self._answer(pending, event=pending.named)
             await self._end_of(pending, deadline_s or self._deadline_s)
         except asyncio.CancelledError:
             self._on(b.Leave(pending))
@@ -350,37 +352,63 @@ class EngineClient:
         return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata, event.lease)
 
     async def _end_of(self, pending: Pending, deadline_s: float) -> None:
+        """Raises KvferryError as `_answer`, and Unsettled GRACE_S after the deadline or after the last word of the
+        daemon, whichever comes later."""
+        now, bound = asyncio.get_running_loop().time, ("deadline_s", deadline_s)
+        probe_at, silent_at = now() + deadline_s, now() + deadline_s + GRACE_S
+        patience_s = deadline_s + GRACE_S
+        if self._session.call_timeout_s <= patience_s:
+            await self._answer(pending, event=pending.named)
+        else:
+            await self._answer(pending, patience_s, event=pending.named, bound=bound)
         while not pending.told.is_set():
             try:
-                async with asyncio.timeout(deadline_s):
+                async with asyncio.timeout_at(probe_at):
                     await pending.told.wait()
             except TimeoutError:
                 # An order may have moved the deadline: the daemon keeps it, for as long as it is there to do so.
-                try:
-                    await self._ask(probe=engine_pb2.Probe(), timeout_s=GRACE_S)
-                except Unsettled:
-                    if not pending.told.is_set():
-                        self._on(b.Leave(pending))
-                        raise
+                await self._probe(pending, max(silent_at - now(), 0.0), bound)
+                probe_at, silent_at = now() + PROBE_S, now() + GRACE_S
         if isinstance(pending.end, KvferryError):
             raise pending.end
+
+    async def _probe(self, pending: Pending, timeout_s: float, bound: tuple[str, float]) -> None:
+        """Raises Unsettled when the daemon says nothing in time. A daemon that refuses to answer is there."""
+        try:
+            await self._ask(probe=engine_pb2.Probe(), timeout_s=timeout_s, bound=bound)
+        except Unsettled:
+            if not pending.told.is_set():
+                self._on(b.Leave(pending))
+                raise
+        except KvferryError:
+            pass
 
     def _pending(self, kind: str, request: Message) -> Pending:
         """Raises KvferryError (`message_too_large`)."""
         check_size(request, kind)
         return Pending(kind, request)
 
-    async def _ask(self, *, timeout_s: float = 0.0, **command: Message) -> None:
+    async def _ask(
+        self, *, timeout_s: float | None = None, bound: tuple[str, float] | None = None, **command: Message
+    ) -> None:
         """A command of which nothing is noted. Raises KvferryError as `_answer`."""
         ((kind, request),) = command.items()
         pending = self._pending(kind, request)
         self._on(b.Probe(pending))
-        await self._answer(pending, timeout_s)
+        await self._answer(pending, timeout_s, bound=bound)
 
-    async def _answer(self, pending: Pending, timeout_s: float = 0.0, event: asyncio.Event | None = None) -> None:
+    async def _answer(
+        self,
+        pending: Pending,
+        timeout_s: float | None = None,
+        event: asyncio.Event | None = None,
+        bound: tuple[str, float] | None = None,
+    ) -> None:
         """Raises KvferryError with what the daemon refuses; Unsettled when it does not answer in time (`deadline`) or
-        the session ends first. event: what is waited for instead of the end."""
-        timeout_s = timeout_s or self._session.call_timeout_s
+        the session ends first. event: what is waited for instead of the end. bound: the field that set timeout_s, and
+        its value; None for `call_timeout_s`."""
+        field, value = bound or ("call_timeout_s", self._session.call_timeout_s)
+        timeout_s = self._session.call_timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await (event or pending.told).wait()
@@ -388,9 +416,9 @@ class EngineClient:
             self._on(b.Leave(pending))
             if not pending.told.is_set():
                 whom = self._session.whom
-                message = f"{whom} did not answer within {timeout_s:g} s: the blocks are not known to be quiet"
+                message = f"{whom} did not answer within {timeout_s:.3g} s: the blocks are not known to be quiet"
                 remedy = "wait for quiesced() before reusing the blocks; see the daemon's log"
-                late = Deadline("deadline", message, field="call_timeout_s", value=timeout_s, remedy=remedy)
+                late = Deadline("deadline", message, field=field, value=value, remedy=remedy)
                 raise Unsettled(late, pending.quiet) from None
         except asyncio.CancelledError:
             self._on(b.Leave(pending))

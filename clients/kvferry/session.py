@@ -53,6 +53,8 @@ class Session:
         self.over = asyncio.Event()
         self._instance = ""
         self._daemon: Process | None = None
+        """Watched from the moment when it is known, in whatever state the session is then."""
+        self._dead = asyncio.Event()
         self._commands = Outbox(_several)
         self._reader: asyncio.Task[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
@@ -121,6 +123,7 @@ class Session:
             if process is not None:
                 if self._daemon is None and not self._closing:
                     self._daemon = process
+                    process.watch(self._dead.set)
                 else:
                     process.close()
             return ticket
@@ -183,18 +186,15 @@ class Session:
             return
         self._ended = why
         self.closed.set()
-        self._on_end(why)
         self._commands.end()
         if not self._closing:
             self._confirming = asyncio.create_task(self._confirm(), name="kvferry-confirm")
+        self._on_end(why)
 
     async def _confirm(self) -> None:
         """Wait until the daemon has confirmed that it reads and writes nothing of the session any more, or until its
         process is dead. A silent daemon may go on at any time."""
-        dead = asyncio.Event()
-        if self._daemon is not None:
-            self._daemon.watch(dead.set)
-        while not dead.is_set():
+        while not self._dead.is_set():
             with contextlib.suppress(grpc.aio.AioRpcError):
                 reply = await self.stub.End(engine_pb2.EndRequest(session=self.id), timeout=ASK_S)
                 # Another daemon takes the socket only when nobody serves it any more; where its predecessor's process
@@ -202,7 +202,7 @@ class Session:
                 if self._daemon is None or reply.instance == self._instance:
                     break
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(dead.wait(), AGAIN_S)
+                await asyncio.wait_for(self._dead.wait(), AGAIN_S)
         self._settle(None)
 
     def _settle(self, unknown: KvferryError | None) -> None:

@@ -48,9 +48,14 @@ def stands_still(engine: TestEngine) -> Iterator[None]:
         session.call_timeout_s = before
 
 
-async def test_a_receive_ends_when_its_daemon_stands_still(engine: TestEngine, request_id: str) -> None:
+@pytest.mark.parametrize("call_timeout_s", [CALL_S, 3600])
+async def test_a_receive_ends_when_its_daemon_stands_still(
+    engine: TestEngine, request_id: str, call_timeout_s: float
+) -> None:
+    """Soon after its deadline, however long other calls may take."""
     client = engine.ranks[0].client
     with stands_still(engine):
+        client._session.call_timeout_s = call_timeout_s
         async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(TransferFailed) as failed:
                 await client.receive(request_id, BLOCKS.tables(), deadline_s=0.5)

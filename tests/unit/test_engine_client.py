@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +41,8 @@ class Daemon(engine_pb2_grpc.EngineServicer):
         self.ending, self.ends = asyncio.Event(), asyncio.Event()
         """It was asked to end the session; while `ends` is not set it does not answer."""
         self.ends.set()
+        self.instance = ""
+        """Of the daemon that says that the session has ended."""
         self.refuses = False
         self.lease = 0
         """The number of the last that was published."""
@@ -65,7 +69,7 @@ class Daemon(engine_pb2_grpc.EngineServicer):
     async def End(self, request: engine_pb2.EndRequest, context: Any) -> engine_pb2.EndReply:
         self.ending.set()
         await self.ends.wait()
-        return engine_pb2.EndReply()
+        return engine_pb2.EndReply(instance=self.instance)
 
     async def _listen(self, commands: AsyncIterator[engine_pb2.Command]) -> None:
         async for command in commands:
@@ -201,6 +205,53 @@ async def test_a_daemon_that_says_nothing_holds_a_cancelled_receive_only_so_long
     daemon.safe("t0")
     await asyncio.wait_for(cancelled.value.quiesced(), 10)
     assert not client._book.sizes()["receives"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_receive_ends_soon_after_its_deadline_however_long_other_calls_may_take(
+    both: Both, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """`call_timeout_s` is for calls without a deadline of their own."""
+    monkeypatch.setattr(engine_module, "GRACE_S", 0.1)
+    daemon, client = both
+    client._session.call_timeout_s = 3600
+    if not named:
+        daemon.answers.clear()
+    receiving = asyncio.create_task(client.receive("R", TABLES, deadline_s=0.1))
+    await daemon.until("receive [1, 2]")
+    if named:
+        await everything_heard(daemon, client)
+        daemon.answers.clear()
+    async with asyncio.timeout(60):
+        with pytest.raises(TransferFailed) as failed:
+            await receiving
+    assert (failed.value.code, failed.value.field, failed.value.blocks_safe) == ("deadline", "deadline_s", False)
+    daemon.answers.set()
+    daemon.end("t0", "aborted")
+    await asyncio.wait_for(failed.value.quiesced(), 60)
+    await client.abort("Q")  # answered after all that was said before
+    assert not any(client._book.sizes().values())
+
+
+async def test_a_daemon_that_refuses_to_answer_for_an_overdue_receive_is_there(both: Both) -> None:
+    """Its blocks are in doubt until its end is told: a refusal would say that nothing was reserved."""
+    daemon, client = both
+    receiving = asyncio.create_task(client.receive("R", TABLES, deadline_s=0.1))
+    await daemon.until("receive [1, 2]")
+    await everything_heard(daemon, client)
+    daemon.heard.clear()
+    daemon.refuses = True
+    async with asyncio.timeout(60):
+        while "probe" not in daemon.heard:
+            daemon.more.clear()
+            await daemon.more.wait()
+    await everything_heard(daemon, client)
+    daemon.end("t0", "failed", safe=False)
+    with pytest.raises(TransferFailed) as failed:
+        await asyncio.wait_for(receiving, 60)
+    assert not failed.value.blocks_safe
+    daemon.safe("t0")
+    await asyncio.wait_for(failed.value.quiesced(), 60)
 
 
 @pytest.mark.parametrize("state", ["vanished", "publishing", ""])
@@ -436,3 +487,45 @@ async def test_a_close_that_is_cancelled_ends_the_session_all_the_same(both: Bot
     assert client.closed.is_set()
     with pytest.raises(KvferryError, match="closed"):
         await client.publish("R", TABLES, 2)
+
+
+HANDOVERS = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as listening:
+    listening.bind(sys.argv[1])
+    listening.listen()
+    print("listens", flush=True)
+    connection, _ = listening.accept()
+    connection.recv(1 << 14)
+    connection.sendall(bytes(4))  # an answer without a ticket
+    sys.stdin.read()
+"""
+
+
+async def test_a_daemon_that_is_known_only_when_its_session_has_ended_is_watched_too(
+    both: Both, tmp_path: Path
+) -> None:
+    """The first hand-over has failed, and another daemon has the socket when a later one is through."""
+    daemon, client = both
+    daemon.ends.clear()
+    lease = await client.publish("R", TABLES, 5)
+    daemon.end_lease("vanished")
+    await asyncio.wait_for(daemon.ending.wait(), 60)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HANDOVERS, str(tmp_path / "s.fd"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        await process.stdout.readline()
+        await client._session.hand_over([])
+        daemon.instance = "another"
+        daemon.ending.clear()
+        daemon.ends.set()
+        await asyncio.wait_for(daemon.ending.wait(), 60)
+        assert not client.over.is_set(), "its process lives"
+    finally:
+        process.kill()
+    await asyncio.wait_for(client.over.wait(), 60)
+    await process.wait()
+    with pytest.raises(KvferryError, match="nobody reads it"):
+        await lease.ended()
