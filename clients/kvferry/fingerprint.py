@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvferry.reference.config import sample_weights
+from kvferry.reference.config import sample_tensors, sample_weights
 
 OF_THE_FILE = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"}
 """Fields about the configuration file, not about the model."""
@@ -31,4 +31,23 @@ def model_fingerprint(
         sample_weights(Path(name), digest)
     else:
         digest.update(f"{name}@{revision}".encode())
+    return digest.hexdigest()[:32]
+
+
+def checkpoint_name(
+    config: Mapping[str, object], dtype: str, quantization: str | None, *, name: str, revision: str | None,
+    seed: int | None = None,
+) -> str:  # fmt: skip
+    """The name of the weights that an engine reads from a checkpoint while it serves: a fingerprint to which every
+    tensor adds something. Empty where nothing is known of the content: files of the same name may have another.
+
+    Raises KvferryError (`malformed_checkpoint`).
+    """
+    fingerprint = model_fingerprint(config, dtype, quantization, name=name, revision=revision, seed=seed)
+    if seed is not None:
+        return fingerprint
+    if not any(Path(name).glob("*.safetensors")):
+        return ""
+    digest = hashlib.sha256(fingerprint.encode())
+    sample_tensors(Path(name), digest)
     return digest.hexdigest()[:32]

@@ -28,6 +28,8 @@ class Weights:
         """The name of the model's weights, and that of all that KV depends on."""
         self._adapters: dict[str, tuple[str, str]] = {}
         """The digests of each adapter's first weights and of its weights now, by name."""
+        self.registered = ""
+        """The name, by its content, of the checkpoint that the engine registered with; empty where it has none."""
         self.step = 0
         """The last that has begun."""
         self._replaced_at = -1
@@ -37,7 +39,11 @@ class Weights:
     def of(self, since: int) -> str:
         """The name for what has been computed since this step; one that the daemon refuses (`mixed_weights`) where the
         weights have been replaced meanwhile."""
-        return self._name if since > self._replaced_at else f"those before change {self._changes} of {self._engine}"
+        return f"those before change {self._changes} of {self._engine}" if self.replaced_since(since) else self._name
+
+    def replaced_since(self, step: int) -> bool:
+        """Whether other weights may have computed what has been computed since this step."""
+        return step <= self._replaced_at
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -60,6 +66,12 @@ class Weights:
         self._name = f"{name}{adapters}"
         self._say("the weights are called %r now", self._name)
         self._daemon.replace_weights(self._name)
+
+    def reloaded(self, name: str) -> None:
+        """They have been replaced by those of a checkpoint. name: by its content; where it has none, they keep the one
+        that no other engine knows."""
+        if name:
+            self.rename("" if name == self.registered else name)
 
     def adapter_loaded(self, name: str, digest: str) -> None:
         """A LoRA adapter has been loaded. Under a name that had other weights before it is a change."""

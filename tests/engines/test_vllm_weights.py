@@ -186,6 +186,18 @@ def test_a_version_or_a_name_that_a_caller_gives_is_compared(both: Both) -> None
         is_handed_over(both)
 
 
+def test_what_decode_has_cached_by_the_weights_before_is_not_mixed_with_what_is_handed_over(both: Both) -> None:
+    reset_all(both.pair)
+    is_handed_over(both)  # since then decode's prefix cache has PREFIX
+    replaced(both.pair.prefill, both.b)
+    reload(both.pair.decode, both.b)
+    tokens, answer = handed_over(both)
+    assert answer in (None, alone(both.pair.prefill, tokens))
+    assert missed(both.pair.decode, "failed") > 0
+    reset_all(both.pair)
+    is_handed_over(both)
+
+
 def replaced(engine: Service, folder: Path) -> None:
     """As a trainer does it: when the requests under way have ended, and with its prefix cache."""
     call(engine, "/pause?mode=wait&clear_cache=true")

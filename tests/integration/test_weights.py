@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ranks import NHD, Blocks, Kv, Shape, TestEngine, describe
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
+from kvferry.fingerprint import checkpoint_name
 from kvferry.memory import SharedRegion
 from kvferry.schemas import Awaited, LeaseState, TransferState
 from kvferry.sglang.updates import Updates
@@ -201,6 +203,53 @@ async def test_what_steps_before_a_change_have_computed_is_refused(
         pass
     assert weights.of(6) not in (unknown, "v2")  # each change whose weights have no name makes one
     assert publish("since the change before", weights.of(5)) == "mixed_weights"
+
+
+def written(folder: Path, bias: bytes) -> Path:
+    """A checkpoint of one large tensor and a small one."""
+    tensors = {"large": bytes(4 << 20), "bias": bias}
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, content in tensors.items():
+        shape, end = [len(content)], end + len(content)
+        header[name] = {"dtype": "U8", "shape": shape, "data_offsets": [end - len(content), end]}
+    folder.mkdir()
+    text = json.dumps(header).encode()
+    content = b"".join([len(text).to_bytes(8, "little"), text, *tensors.values(), bytes(8192)])
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
+
+
+def name_of(folder: Path) -> str:
+    return checkpoint_name({}, "bfloat16", None, name=str(folder), revision=None)
+
+
+def test_checkpoints_that_differ_in_a_small_tensor_have_two_names(tmp_path: Path) -> None:
+    first, second, same = (
+        written(tmp_path / name, bias) for name, bias in (("first", b"1234"), ("second", b"1235"), ("same", b"1234"))
+    )
+    assert name_of(first) == name_of(same) != name_of(second)
+
+
+def test_a_checkpoint_of_which_nothing_is_known_has_no_name(tmp_path: Path) -> None:
+    """Its files may have other content the next time."""
+    (tmp_path / "pytorch_model.bin").write_bytes(b"1")
+    assert name_of(tmp_path) == name_of(Path("organisation/model")) == ""
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(KvferryError, match="safetensors"):
+        name_of(tmp_path)
+
+
+async def test_weights_of_the_first_checkpoint_have_their_first_name_again(
+    rank: tuple[Weights, Callable[[str, str], str]],
+) -> None:
+    weights, _ = rank
+    for registered, read, name in (("a", "b", "b"), ("a", "a", ""), ("", "b", "b"), ("a", "", None), ("", "", None)):
+        weights.registered = registered
+        with weights.replacing():
+            pass
+        unknown = weights.of(weights.step + 1)
+        weights.reloaded(read)
+        assert weights.of(weights.step + 1) == (unknown if name is None else name)
 
 
 async def test_an_adapter_that_is_loaded_again_with_other_content_is_a_change(

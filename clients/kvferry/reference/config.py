@@ -36,6 +36,7 @@ LAYOUTS = {
 """Outermost first. Any other order of the six axes is as good: `--layout "block head layer kv slot dim"`."""
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 _SAMPLES, _SAMPLE_NBYTES = 64, 4096
+_TENSORS, _HEADER_NBYTES = 1024, 100 << 20
 
 
 @dataclass(
@@ -183,6 +184,29 @@ def sample_weights(folder: Path, digest: hashlib._Hash) -> None:
             for i in range(_SAMPLES):
                 file.seek(i * max(0, nbytes - _SAMPLE_NBYTES) // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_NBYTES))
+
+
+def sample_tensors(folder: Path, digest: hashlib._Hash) -> None:
+    """Feed the first page of every tensor of a checkpoint folder: `sample_weights` misses norms and biases, which are
+    small. Of a file with more than 1024 tensors those with the fewest axes. Raises KvferryError
+    (`malformed_checkpoint`)."""
+    for path in weight_files(folder):
+        try:
+            with path.open("rb") as file:
+                begin = 8 + int.from_bytes(file.read(8), "little")
+                if begin > min(path.stat().st_size, _HEADER_NBYTES):
+                    raise ValueError(f"a header of {begin} bytes")
+                header = json.loads(file.read(begin - 8))
+                tensors = [
+                    (len(each["shape"]), name, *each["data_offsets"])
+                    for name, each in header.items()
+                    if name != "__metadata__"
+                ]
+                for _, name, start, stop in sorted(tensors)[:_TENSORS]:
+                    file.seek(begin + start)
+                    digest.update(name.encode() + file.read(max(0, min(stop - start, _SAMPLE_NBYTES))))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Malformed("malformed_checkpoint", f"{path} is no safetensors file: {error}") from None
 
 
 class EngineConfig(BaseModel):

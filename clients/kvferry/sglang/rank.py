@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import KvferryError, Malformed
-from kvferry.fingerprint import model_fingerprint
+from kvferry.fingerprint import checkpoint_name, model_fingerprint
 from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.memory import CudaRegion, SharedRegion
 from kvferry.memory.fences import Fence
@@ -76,10 +76,11 @@ class Rank:
         model = ModelConfig.from_server_args(arguments)
         seed = arguments.random_seed if arguments.load_format == "dummy" else None
         config = _configuration(model, arguments) | scales(cache_dtype, get_model().quantization_param_path)
-        self._checkpoint = partial(model_fingerprint, config, str(model.dtype), model.quantization)
-        said = self.options.fingerprint
-        fingerprint = said or self._checkpoint(name=model.model_path, revision=model.revision, seed=seed)
-        self._registered = "" if said else fingerprint
+        known = config, str(model.dtype), model.quantization
+        first: dict[str, Any] = {"name": model.model_path, "revision": model.revision, "seed": seed}
+        fingerprint = self.options.fingerprint or model_fingerprint(*known, **first)
+        self._checkpoint = partial(checkpoint_name, *known)
+        self.weights.registered = self._named(**first)
         builder = ManifestBuilder(
             self.engine_id, self._epoch, ModelInfo(name=model.model_path, fingerprint=fingerprint), rank=self.number,
             world_size=self.count, parallel={"tp": self.count},
@@ -94,12 +95,15 @@ class Rank:
 
     def reloaded(self, folder: str) -> None:
         """The weights are those of this checkpoint by now."""
+        self.weights.reloaded(self._named(name=folder, revision=None))
+
+    def _named(self, **checkpoint: Any) -> str:
+        """A checkpoint's name; none where its files are not laid out as they are known to be."""
         try:
-            name = self._checkpoint(name=folder, revision=None)
+            return self._checkpoint(**checkpoint)
         except KvferryError as error:
             log.warning("the checkpoint has no name: %s", error)
-        else:
-            self.weights.rename("" if name == self._registered else name)
+            return ""
 
     @property
     def on_gpu(self) -> bool:

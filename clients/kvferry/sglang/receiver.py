@@ -91,6 +91,10 @@ class Receiver(BaseKVReceiver):
         manager, origin, first = self.kv_mgr, self._origin, decode_prefix_len or 0
         self._aux = aux_index or 0
         assert origin is not None
+        if first and manager.rank.weights.replaced_since(manager.rank.cached_since):
+            why = f"other weights, which have been replaced, computed the first {first} tokens, which are cached here"
+            self._fail(reason(Conflict("mixed_weights", why, remedy="flush the cache after each update")))
+            return
         try:
             self._receipt = manager.rank.daemon.receive(
                 origin.request_id, {GROUP: BlockTable.of(kv_indices.tolist(), first)},

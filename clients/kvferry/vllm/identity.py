@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvferry.digest import prompt_digest
-from kvferry.fingerprint import model_fingerprint
+from kvferry.fingerprint import checkpoint_name, model_fingerprint
 from kvferry.vllm.options import Options
 from kvferry.weights import Adapters
 
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
 def fingerprint(config: VllmConfig, options: Options) -> str:
     """Equal for engines whose KV can be exchanged, whatever path, version, backend or parallelism they have."""
-    return options.fingerprint or checkpoint(config)
+    return options.fingerprint or _named(model_fingerprint, config)
 
 
 def checkpoint(config: VllmConfig) -> str:
-    """The same, of the checkpoint that the configuration names now: vLLM writes another one into it that it loads."""
+    """The name of the checkpoint that the configuration names now: vLLM writes another one into it that it loads."""
+    return _named(checkpoint_name, config)
+
+
+def _named(by: Callable[..., str], config: VllmConfig) -> str:
     model, load = config.model_config, config.load_config
-    return model_fingerprint(
+    return by(
         model.hf_text_config.to_dict(), str(model.dtype), model.quantization, name=model.model, revision=model.revision,
         seed=model.seed if load.load_format == "dummy" else None,
     )  # fmt: skip

@@ -100,6 +100,8 @@ class SchedulerSide:
         """The number of the step that is being made."""
         self._cached_since = self._external_since = 1
         """No older step has computed what the prefix cache has, or what another connector may have beside it."""
+        self._empty = False
+        """Nothing has come into the prefix cache since it was reset."""
         self._address = ""
         self._exchanges: dict[str, Exchange] = {}
         self._attempts = itertools.count(1)
@@ -192,7 +194,8 @@ class SchedulerSide:
             start, stop = exchange.computed, exchange.computed + external  # vLLM may want fewer than there are
             tables = self._tables(block_ids, start, stop)
             tokens = start, max(stop, min(self._room(stop), exchange.origin.room))
-            load = self._load(request, exchange.origin, tables, tokens)
+            since = self._found_since(exchange, start)
+            load = self._load(request, exchange.origin, tables, tokens, since)
             exchange.loaded = external
             self._step.load.append(load)
             reading = Reading(load.origin.request_id, _answers(request), load.origin.digest)
@@ -237,11 +240,18 @@ class SchedulerSide:
         step.number = self._number
         self._number += 1
         step.idle = not output.num_scheduled_tokens
+        self._empty = self._empty and step.idle and not step.load
+        if self._empty:
+            self._cached_since = self._number
         return step
 
     def _since(self, exchange: Exchange) -> int:
         """The oldest step that may have computed any token of a request that is scheduled for the first time."""
-        if exchange.request.num_computed_tokens <= exchange.loaded:
+        return self._found_since(exchange, exchange.request.num_computed_tokens - exchange.loaded)
+
+    def _found_since(self, exchange: Exchange, count: int) -> int:
+        """The same of so many tokens that the engine had when the request was begun."""
+        if count <= 0:
             return exchange.begun
         return min(exchange.begun, self._cached_since, exchange.begun if self._alone else self._external_since)
 
@@ -253,7 +263,7 @@ class SchedulerSide:
         def reset_prefix_cache() -> bool:
             done: bool = reset()
             if done:
-                self._cached_since = self._number
+                self._cached_since, self._empty = self._number, True
             return done
 
         caches.reset_prefix_cache = reset_prefix_cache
@@ -344,10 +354,12 @@ class SchedulerSide:
         if not shared:
             nothing = {str(group_id): BlockTable.of([]) for group_id, _ in self._groups}
             tokens = origin.num_tokens, origin.num_tokens
-            self._step.release.append(self._load(exchange.request, origin, nothing, tokens))
+            self._step.release.append(self._load(exchange.request, origin, nothing, tokens, self._number))
 
-    def _load(self, request: Request, origin: Origin, tables: dict[str, BlockTable], tokens: tuple[int, int]) -> Load:
-        return Load(request.request_id, origin, tables, tokens, next(self._attempts))
+    def _load(
+        self, request: Request, origin: Origin, tables: dict[str, BlockTable], tokens: tuple[int, int], since: int
+    ) -> Load:
+        return Load(request.request_id, origin, tables, tokens, next(self._attempts), since)
 
     def _tables(self, block_ids: tuple[list[int], ...], start: int, stop: int) -> dict[str, BlockTable]:
         """The blocks that hold tokens [start, stop), by group; of a sliding window those that it has not passed, of a

@@ -31,13 +31,14 @@ class Publish:
 @dataclass(frozen=True, slots=True)
 class Load:
     """Read tokens [start, stop) from another engine, and zero what they leave of the blocks. No tokens and empty
-    tables: only end the lease."""
+    tables: only end the lease. since: the number of the oldest step that may have computed any token before them."""
 
     request_id: str
     origin: Origin
     tables: dict[str, BlockTable]
     tokens: tuple[int, int]
     attempt: int
+    since: int
 
 
 @dataclass(slots=True)

@@ -39,14 +39,13 @@ class VllmWeights(Weights):
     def __init__(self, daemon: BlockingEngineClient, config: VllmConfig) -> None:
         super().__init__(daemon, f"{config.kv_transfer_config.engine_id}/{config.instance_id}", log.info)
         self._config = config
-        self._registered = self._checkpoint()
+        self.registered = self._checkpoint()
         _watched.add(self)
         watch_worker()
 
-    def reloaded(self) -> None:
+    def read_again(self) -> None:
         """They are those of the checkpoint that the configuration names by now."""
-        if name := self._checkpoint():
-            self.rename("" if name == self._registered else name)
+        self.reloaded(self._checkpoint())
 
     def _checkpoint(self) -> str:
         """Its name; none where its files are not laid out as they are known to be."""
@@ -123,7 +122,7 @@ def _replacing(replace: Callable[..., Any]) -> Callable[..., Any]:
                 changes.enter_context(weights.replacing())
             result = replace(worker, *args, **named)
         for weights in _watched if from_disk else ():
-            weights.reloaded()
+            weights.read_again()
         return result
 
     return replaced

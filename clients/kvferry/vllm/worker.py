@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = init_logger("vllm.kvferry.worker")
+MIXED = (
+    "mixed_weights: other weights, which have been replaced, computed what the prefix cache has of it "
+    "(reset the prefix cache: docs/vllm.md)"
+)
 LINGER_S = 0.005
 """How long a new request may have to wait for an engine that has nothing to compute."""
 
@@ -126,7 +130,11 @@ class WorkerSide:
             for request_id in step.unread:
                 session.end_unread(request_id)
             for load in step.load:
-                session.load(load, before)
+                if self._weights.replaced_since(load.since):
+                    log.warning("request %s was not read: %s", load.request_id, MIXED)
+                    session.refuse(load.request_id)
+                else:
+                    session.load(load, before)
             for load in step.release:
                 session.release(load)
         for request_id in step.refuse:
