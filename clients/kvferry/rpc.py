@@ -8,7 +8,7 @@ from kvferry.errors import Conflict, Deadline, KvferryError, PeerFailed, Unavail
 from kvferry.v1 import layout_pb2
 from kvferry.wire import problem_from_proto
 
-PROTOCOL_MIN, PROTOCOL_MAX = 4, 4
+PROTOCOL_MIN, PROTOCOL_MAX = 5, 5
 """Versions of proto/kvferry this build speaks. A pair uses the highest both know; docs/protocol.md tells the rules."""
 
 PROBLEM_KEY = "kvferry-problem-bin"

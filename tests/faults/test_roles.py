@@ -64,9 +64,9 @@ async def test_a_stranger_orders_nothing(
         engine_id="roles-r", request_id=request_id, source=scene.named, key=key, attempt=FIRST,
         tables=tables_to_proto(Blocks((1, 2, 3, 4), 1).tables()),
     )  # fmt: skip
-    assert (await refusal(stranger.Order(order).read())).code == "not_a_rank"
+    assert (await refusal(stranger.Order([order]).read())).code == "not_a_rank"
     order.ClearField("tables")
-    assert (await refusal(stranger.Order(order).read())).code == "not_a_rank"
+    assert (await refusal(stranger.Order([order]).read())).code == "not_a_rank"
     assert await scene.router.transfers(request_id) == []
     assert not scene.reader.differences(before)
     await receives(scene.reader, request_id, kv, scene.source.source())
@@ -76,7 +76,7 @@ async def test_a_stranger_orders_nothing(
 async def test_a_stranger_asks_rank_0_for_nothing(
     scene: Scene, stranger: peer_pb2_grpc.PeerAsyncStub, key: bytes, request_id: str
 ) -> None:
-    """Neither to take an order, nor for a record, its end, or the lease that is read."""
+    """Neither to take an order, nor for a record or its end."""
     body = OrderBody(request_id=request_id, source=scene.source.source())
     ordered = await scene.router.order(body)
     told: dict[str, Any] = {"engine_id": "roles-r", "key": key}
@@ -84,7 +84,6 @@ async def test_a_stranger_asks_rank_0_for_nothing(
     for call, request in (
         (stranger.Lead, peer_pb2.LeadRequest(**told, order=other)),
         (stranger.Record, peer_pb2.RecordRequest(**told, transfer_id=ordered.transfer_id, abort=True)),
-        (stranger.Bound, peer_pb2.BoundRequest(**told, request_id=request_id, attempt=FIRST)),
     ):
         assert (await refusal(call(request))).code == "not_a_rank"  # type: ignore[operator]
     assert await scene.router.transfers(f"{request_id}-other") == []
@@ -95,7 +94,7 @@ async def test_a_stranger_asks_rank_0_for_nothing(
 async def test_an_engine_of_one_rank_takes_orders_of_no_peer(scene: Scene) -> None:
     order = peer_pb2.OrderRequest(engine_id="roles-s", request_id="x", source=scene.named, attempt=FIRST)
     async with peer_stub(scene.source.daemons[0]) as stub:
-        assert (await refusal(stub.Order(order).read())).code == "not_a_rank"
+        assert (await refusal(stub.Order([order]).read())).code == "not_a_rank"
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS.keys())
@@ -156,7 +155,7 @@ async def test_nobody_joins_in_the_place_of_a_rank(scene: Scene, stranger: peer_
             engine_id="roles-r", request_id="x", source=scene.named, key=mine.key, attempt=FIRST
         )
         assert len(mine.key) == 32
-        assert (await refusal(stranger.Order(order).read())).code == "not_a_rank"
+        assert (await refusal(stranger.Order([order]).read())).code == "not_a_rank"
         held.cancel()
     kv, _ = await published(scene.source, "after joining")
     await receives(scene.reader, "after joining", kv, scene.source.source())

@@ -32,7 +32,6 @@ AT_ONCE = 6
 ALLOCATED = [0, 1, 4096, 65536, 1 << 45, (1 << 63) - 1, (1 << 64) - 1]
 """Bytes: nothing between, which anybody may have and which takes time."""
 CHUNK = 1 << 20
-BOUND_S = 0.5
 
 
 @asynccontextmanager
@@ -201,12 +200,6 @@ async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int)
             "Record": (
                 peer_pb2.RecordRequest(engine_id=raw.engine_id, transfer_id="x", key=raw.key), peer_pb2.RecordReply,
             ),
-            "Bound": (
-                peer_pb2.BoundRequest(
-                    engine_id=raw.engine_id, request_id="r0", attempt=peer_pb2.Attempt(number=1), key=raw.key
-                ),
-                peer_pb2.BoundReply,
-            ),
             "Join": (joining(raw.engine_id, member), peer_pb2.Roster),
             "Map": (peer_pb2.MapRequest(**of_target), peer_pb2.MapReply),
             "Order": (
@@ -230,8 +223,6 @@ async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int)
                     if rng.random() < 0.7:
                         said.order = json.dumps(making.json(order.model_dump(mode="json"))).encode()
                     call = partial(unary, door, "Peer", name, reply, said)
-                elif name == "Bound":  # waits for an attempt that does not come
-                    call = partial(unary, door, "Peer", name, reply, said, BOUND_S)
                 else:
                     call = partial(unary, door, "Peer", name, reply, said)
                 cases.append((call, said))

@@ -173,7 +173,7 @@ async def test_an_order_between_ranks_is_checked_like_any_other(daemons: Daemons
                 "engine_id": "of-two", "request_id": "bad", "source": good, "key": played.key,
                 "attempt": peer_pb2.Attempt(number=1),
             }  # fmt: skip
-            assert (await refusal(stub.Order(peer_pb2.OrderRequest(**told | change)).read())).code == code
+            assert (await refusal(stub.Order([peer_pb2.OrderRequest(**told | change)]).read())).code == code
         assert (await refusal(stub.Abort(peer_pb2.AbortRequest(engine_id="nobody", request_id="r")))).code == (
             "unknown_engine"
         )
@@ -185,7 +185,6 @@ async def test_an_order_between_ranks_is_checked_like_any_other(daemons: Daemons
         for call, request, code in (
             (stub.Record, peer_pb2.RecordRequest(**numbered, transfer_id="x"), "unknown_transfer"),
             (stub.Record, peer_pb2.RecordRequest(**numbered, transfer_id="x", wait_s=math.inf), "malformed_seconds"),
-            (stub.Bound, peer_pb2.BoundRequest(**numbered, request_id="r"), "number_required"),
         ):
             assert (await refusal(call(request))).code == code  # type: ignore[operator]
         held.cancel()

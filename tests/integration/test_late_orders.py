@@ -99,7 +99,7 @@ async def test_an_order_and_an_abort_of_the_attempt_before_leave_the_next_alone(
     )
     for router in pair.routers:
         await until(lambda router=router: is_in(router, request_id, TransferState.READING), "it reads")
-    assert (await refusal(rank_1.Order(ordered(pair, request_id, before)).read())).code in OVER
+    assert (await refusal(rank_1.Order([ordered(pair, request_id, before)]).read())).code in OVER
     assert (await rank_1.Abort(ended(request_id, before))).transfers_ended == 0
     await pair.prefill.publish(request_id, theirs, MANY)
     assert [received.tokens for received in await receiving] == [(0, MANY)] * 2
@@ -114,7 +114,7 @@ async def test_a_reservation_made_anew_does_not_take_the_order_of_the_attempt_be
     await all_wait(pair, request_id)
     if abort_first:
         await rank_1.Abort(ended(request_id, before))
-    assert (await refusal(rank_1.Order(ordered(pair, request_id, before)).read())).code in OVER
+    assert (await refusal(rank_1.Order([ordered(pair, request_id, before)]).read())).code in OVER
     assert (await rank_1.Abort(ended(request_id, before))).transfers_ended == 0
     await prefilled(pair, request_id)
     await order(pair, request_id)
@@ -128,7 +128,7 @@ async def test_an_order_that_comes_before_its_reservation_waits_for_that_attempt
     before = await given_up(pair, request_id)
     attempt = pair.decode.next_attempt()
     assert attempt > before
-    following = rank_1.Order(ordered(pair, request_id, attempt))
+    following = rank_1.Order([ordered(pair, request_id, attempt)])
     assert (await following.read()).waits_for == Awaited.RESERVATION
     await prefilled(pair, request_id)
     tables, source = pair.decode.take(TOKENS), pair.prefill.source()
@@ -162,7 +162,7 @@ async def test_an_attempt_that_has_ended_elsewhere_does_not_begin_here_and_the_n
     with pytest.raises(KvferryError, match="has ended on another rank") as refused:
         await pair.decode.ranks[1].client.receive(request_id, blocks.tables(), source=source, attempt=attempt)
     assert refused.value.code == "aborted"
-    assert (await refusal(rank_1.Order(ordered(pair, request_id, attempt)).read())).code == "aborted"
+    assert (await refusal(rank_1.Order([ordered(pair, request_id, attempt)]).read())).code == "aborted"
     await prefilled(pair, request_id)
     received = await pair.decode.receive(request_id, blocks, source=source)
     assert [each.tokens for each in received] == [(0, TOKENS)] * 2
@@ -175,7 +175,7 @@ async def test_an_order_that_comes_again_after_the_end_moves_nothing(
     await prefilled(pair, request_id)
     attempt, blocks = pair.decode.next_attempt(), pair.decode.take(TOKENS)
     await pair.decode.receive(request_id, blocks, source=pair.prefill.source(), attempt=attempt)
-    share = await rank_1.Order(ordered(pair, request_id, attempt)).read()
+    share = await rank_1.Order([ordered(pair, request_id, attempt)]).read()
     assert (share.rank, share.transfer_state) == (1, layout_pb2.TRANSFER_STATE_DONE)
     (record,) = await pair.routers[1].transfers(request_id)
     assert record.attempt == attempt

@@ -9,7 +9,6 @@ from typing import Any
 from planted import changed, no_effects, nothing, without
 
 from kvferry.protocol import reading as r
-from kvferry.protocol import transfer
 from kvferry.protocol import transfer_events as t
 from kvferry.protocol.reading import Computed, Following
 from kvferry.protocol.transfer import Progress
@@ -31,22 +30,13 @@ def done_uncompared(part: Progress, *_: Any) -> Any:
 
 def named_by_number(part: Progress) -> bool:
     """A number alone is taken for the whole name of a lease."""
-    return bool(part._wanted.rank and not isinstance(part._first, tuple) and not part._wanted.lease)
+    return bool(part._wanted.rank and part._first is None and not part._wanted.lease)
 
 
 def no_words(effects: Any, part: Progress, *_: Any) -> Any:
     if isinstance(part.do, t.Prove):
         part.do = replace(part.do, words=frozenset())
     return effects
-
-
-def not_bound(told: Any, part: Progress, *_: Any) -> Any:
-    part._told = False
-    return told
-
-
-def newest(wanted: Any, epoch: str, readings: Any, told: Any) -> Any:
-    return epoch, max(each.seen.lease for each in readings.values())
 
 
 def as_complete(effects: list[Any], *_: Any) -> list[Any]:
@@ -67,20 +57,15 @@ def only_what_is_read(effects: list[Any], part: Progress, *_: Any) -> list[Any]:
     return [each for each in effects if each.rank in part.readings]
 
 
-def none_announced(part: Progress, now: float, proven: Any = Progress._proven) -> Any:
-    """Rank 0 is then asked neither at the start nor at the end."""
-    part.announced = any(each.announced for each in part.readings.values())
-    return proven(part, now)
+def deaf(part: Progress, event: Any, now: float, on: Any = Progress.on) -> Any:
+    return [] if isinstance(event, t.Led) and part.awaits_first else on(part, event, now)
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "ranks do not compare their leases": (Progress, "_proven", done_uncompared),
-    "rank 0 is not asked": (Progress, "_ask_first", no_effects),
-    "what is confirmed counts as not announced": (Progress, "_proven", none_announced),
+    "what rank 0 says at the end is not heard": (Progress, "on", deaf),
     "a lease's number is taken for its name": (Progress, "_needs_first", property(named_by_number)),
-    "source ranks are read of two leases": (transfer, "one_lease", newest),
     "words are not looked at": changed(Progress, "_moved", no_words),
-    "rank 0 reads another lease than it has told of": changed(Progress, "first", not_bound),
     "what failed was read": changed(Progress, "_give_up", as_complete),
     "what ended is left open": changed(Progress, "_give_up", without(t.Say)),
     "ranks with nothing to read do not close": changed(Progress, "_leave", only_what_is_read),

@@ -57,8 +57,6 @@ class RankPart:
     """Source ranks of which all that is moved is read and proven."""
     failed: dict[int, KvferryError] = field(default_factory=dict)
     """Source ranks that do not pack what is wanted."""
-    asks: bool = False
-    """Rank 0 which lease it reads."""
     state: str = "reads"
     read_lease: t.LeaseId | None = None
 
@@ -140,8 +138,6 @@ class World(source_world.World):
                     self._close(part, rank, closed)
                 case t.Say(rank, r.OpenLater()):
                     part.due.add(rank)
-                case t.AskFirst():
-                    part.asks = True
                 case t.Forget():
                     pass  # a link that is broken is not used again
         part.machine.check()
@@ -206,11 +202,9 @@ class World(source_world.World):
 
     def go_on(self, part: Any) -> None:
         """One step of one rank. Its next attempt ends the one before; other ranks may be late."""
-        do, rng = part.machine.do, self.rng
+        rng = self.rng
         self._lead(part)
-        if part.asks and rng.random() < 0.5:
-            self._hear_first(part)
-            return
+        do = part.machine.do
         if part.due and rng.random() < 0.2:
             rank = part.due.pop()
             self.told(part, t.Told(rank, r.Due()))
@@ -234,10 +228,17 @@ class World(source_world.World):
                 pass
 
     def _lead(self, part: RankPart) -> None:
-        """Rank 0 hands its order on."""
+        """Rank 0 hands its order on, and says which lease it has read. What it has not read it says at the end, too."""
         first: RankPart = part.receive.parts[0]  # type: ignore[assignment]
-        if part is not first and first.wanted.epoch and first.wanted.lease and self.rng.random() < 0.3:
+        if part is first or self.rng.random() > 0.3:
+            return
+        if first.wanted.epoch and first.wanted.lease:
             self.told(part, t.Led((first.wanted.epoch, first.wanted.lease)))
+        elif first.state == "done":
+            assert first.read_lease is not None
+            self.told(part, t.Led(first.read_lease))
+        elif first.over and first.state != "died":
+            self.stop(part, PeerFailed("rank_failed", "rank 0 has no lease"))
 
     def _meet(self, part: RankPart) -> None:
         if not self.calm and self.rng.random() < 0.02:
@@ -349,18 +350,6 @@ class World(source_world.World):
                 self.told(part, t.Failed(Conflict("torn", "it did not hold")))
                 return
         self.told(part, t.Proven())
-
-    def _hear_first(self, part: RankPart) -> None:
-        """Rank 0 has been asked which lease it reads."""
-        leader, lease = part.receive.parts[0], part.machine.lease
-        assert isinstance(leader, RankPart) and lease is not None
-        first = None if leader.state == "died" else leader.machine.first(lease)
-        if first is not None:
-            part.asks = False
-            self.told(part, t.Led(first))
-        elif leader.over or leader.state == "died":
-            part.asks = False
-            self.told(part, t.NotLed(PeerFailed("rank_failed", "rank 0 has found no lease")))
 
     # ---- streams ----
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 
 from kvferry.v1 import engine_pb2
 from kvferryd.api.peer import PeerService
@@ -581,12 +582,15 @@ class Stream:
     """A call of streams. Steps: the next message, or the end, arrives at one side."""
 
     def __init__(self, world: World, client: Process, address: str, method: str, request: Any = None) -> None:
-        """request: the only message of a client that sends no stream."""
+        """request: the only message of a client that sends no stream, or what its messages come from."""
         self._world, self._client, self._address = world, client, address
         self._to_server, self._to_client = _Direction(), _Direction()
-        self._request = request
-        if request is not None:
+        self._single = isinstance(request, Message)
+        self._saying: asyncio.Task[None] | None = None
+        if isinstance(request, Message):
             self._to_server.on_way.append(_sent(request))
+        elif request is not None:
+            self._saying = world.loop.create_task(self._say(request))
         self._over = False
         """At the client."""
         self._method = method
@@ -613,15 +617,25 @@ class Stream:
             raise asyncio.InvalidStateError("the call is over")
         await self._to_server.send(message)
 
+    async def _say(self, requests: AsyncIterator[Any]) -> None:
+        async for request in requests:
+            await self._to_server.send(request)
+        await self.done_writing()
+
     async def done_writing(self) -> None:
         self._to_server.end(_End())
 
     def cancel(self) -> None:
         if not self._over:
             self._over = True
+            self._hush()
             self._to_server.end(_End(cancelled=True))
             self._to_client.end(_End(_rpc_error(grpc.StatusCode.CANCELLED, "cancelled here")), lost=True)
             self._to_client.arrive()
+
+    def _hush(self) -> None:
+        if self._saying is not None:
+            self._saying.cancel()
 
     # ---- outside ----
 
@@ -651,6 +665,7 @@ class Stream:
 
     def break_down(self) -> None:
         """The connection is lost; each side sees it at a step of its own."""
+        self._hush()
         self._to_server.end(_End(cancelled=True), lost=True)
         self._to_client.end(_End(_gone()), lost=True)
 
@@ -675,7 +690,7 @@ class Stream:
 
     async def _serve(self, process: Process) -> None:
         end = _End()
-        asked = self._requests() if self._request is None else await self._to_server.receive()
+        asked = await self._to_server.receive() if self._single else self._requests()
         replies = getattr(process.service, self._method)(asked, _Context())
         try:
             async for reply in replies:

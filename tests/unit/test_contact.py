@@ -53,7 +53,7 @@ async def asked(channels: Channels, address: str) -> None:
 
 async def followed(channels: Channels, address: str) -> None:
     async with channels.calling(address) as stub:
-        async for _ in stub.Order(peer_pb2.OrderRequest()):
+        async for _ in stub.Order([peer_pb2.OrderRequest()]):
             pass
 
 

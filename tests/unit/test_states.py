@@ -87,15 +87,11 @@ def an_engine() -> Engine:
     )  # fmt: skip
 
 
-async def no_leader(transfer: Transfer, engine: Engine) -> tuple[str, int]:
-    raise AssertionError("an engine of one rank asks nobody")
-
-
 @pytest.mark.anyio
 async def test_the_deadline_counts_from_the_order_unless_the_engine_alone_gave_one() -> None:
     config, engine, loop = Config(), an_engine(), asyncio.get_running_loop()
     around = Surroundings(
-        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda it: None, no_leader,
+        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda it: None,
         lambda work: work.close(),
     )  # fmt: skip
     for of_engine, of_order in ((None, None), (None, 5.0), (5.0, None), (5.0, 7.0)):
@@ -121,7 +117,6 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
         lambda it, _: ended.append(it),
         ended.append,
         lambda it: None,
-        no_leader,
         lambda work: work.close(),
     )
     transfer = Transfer(engine, "r", Attempt(1), around)

@@ -9,16 +9,13 @@ from kvferry.protocol.reading import Following
 from kvferry.protocol.transfer_events import LeaseId, Range, Wanted
 
 
-def one_lease(wanted: Wanted, epoch: str, readings: Mapping[int, Following], told: LeaseId | None) -> LeaseId:
-    """The lease that all source ranks have, in this epoch of their engine. told: other ranks go by that one. Raises
-    KvferryError (`lease_changed`)."""
+def one_lease(wanted: Wanted, epoch: str, readings: Mapping[int, Following]) -> LeaseId:
+    """The lease that all source ranks have, in this epoch of their engine. Raises KvferryError (`lease_changed`)."""
     numbers = {each.seen.lease for each in readings.values()}
     if len(numbers) > 1:
         by_rank = ", ".join(f"rank {rank} lease {each.seen.lease}" for rank, each in readings.items())
         raise lease_changed(wanted.request_id, f"the source's ranks have different leases: {by_rank}")
     number = numbers.pop()
-    if told not in (None, (epoch, number)) and told is not None:
-        raise lease_changed(wanted.request_id, f"lease {told[1]} was read so far, and {number} is there now")
     if wanted.lease not in (0, number) or wanted.epoch not in ("", epoch):
         named = f"lease {wanted.lease} of epoch {wanted.epoch or 'any'}"
         why = f"{named} was ordered, and the source has sent {number} of epoch {epoch}"

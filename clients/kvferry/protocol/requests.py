@@ -48,7 +48,7 @@ class Requests:
             case e.Handed():
                 return self._or_refused(event, lambda: self._handed(event))
             case e.Unfit(at, request_id, attempt, why):
-                return self._refuse(at, request_id, attempt, why)
+                return self._refuse(at, request_id, attempt, why, led=False)
             case e.EndedElsewhere():
                 return self._ended_elsewhere(event)
             case e.Abort(at, request_id, why):
@@ -239,13 +239,14 @@ class Requests:
     # ---- refusals ----
 
     def _or_refused(self, event: e.Reserved | e.Handed, take: Callable[[], Effects]) -> Effects:
-        """A refusal is this rank's end of the attempt, where that has not begun here."""
+        """A refusal ends the attempt on this rank, where it has not begun here, or not as rank 0 leads it."""
         try:
             return take()
         except KvferryError as refusal:
-            return [*self._refuse(event.at, event.request_id, event.attempt, refusal), e.Refused(refusal)]
+            of, led = (event.at, event.request_id, event.attempt), isinstance(event, e.Handed)
+            return [*self._refuse(*of, refusal, led=led), e.Refused(refusal)]
 
-    def _refuse(self, at: ReadingRank, request_id: str, attempt: Attempt, why: KvferryError) -> Effects:
+    def _refuse(self, at: ReadingRank, request_id: str, attempt: Attempt, why: KvferryError, *, led: bool) -> Effects:
         """Other ranks need not wait for this one, and what comes later has missed it."""
         key = at.key(request_id)
         try:
@@ -253,10 +254,8 @@ class Requests:
         except KvferryError:
             return []
         if found is not None and found.reserved:
-            return []
-        effects = self._pass_by(key, attempt, why)
-        if found is not None:
-            effects += found.stop(why.kept(), failed=True)
+            return found.stop(why.kept(), failed=True) if led else []
+        effects = self._pass_by(key, attempt, why) + (found.stop(why.kept(), failed=True) if found is not None else [])
         return effects if at.rank else [*effects, e.TellRefused(at, request_id, attempt, why)]
 
     def _pass_by(self, key: Key, attempt: Attempt, why: KvferryError) -> Effects:

@@ -7,7 +7,7 @@ meanwhile.
     Listen (until order and reservation match) -> Meet
         -> Listen (until every source rank has told of the lease; those behind are asked for the newest)
         -> Move, Listen, Move ... (tokens as they are published) -> Prove
-        -> Listen (until it is known which lease rank 0 reads) -> Compare -> Finish
+        -> Listen (until rank 0 says which lease it has read) -> Compare -> Finish
     what fails while it goes by an announcement, once:  -> Drain -> Listen ...
 """
 
@@ -41,17 +41,14 @@ class Progress:
         self.lease: t.LeaseId | None = None
         """The one that is read, once it is known."""
         self.announced = False
-        """Its pass began by what sources had announced, without waiting for them: rank 0 is asked at the end, also if
-        they confirm it later, unlike `Following.announced`."""
+        """Its pass began by what sources had announced, without waiting for them."""
         self._peer: t.Met | None = None
         self._met = 0
         """How often hands were shaken."""
         self._opened = self._retried = False
         """Every source rank has told of its lease; what was announced has failed, and was asked."""
-        self._told = False
-        """Other ranks have been told which lease it is: no other is read any more."""
-        self._first: t.LeaseId | t.NotLed | None = None
-        """The lease that rank 0 reads, or why it does not say; what goes on meanwhile is let end."""
+        self._first: t.LeaseId | None = None
+        """The lease that rank 0 has read, once it says so."""
         self._awaited: set[int] = set()
         """Source ranks of which an update is awaited."""
         self._whole: dict[int, int] = {}
@@ -79,11 +76,6 @@ class Progress:
                 case t.Led(first):
                     self._first = first
                     return self._proven(now) if self.awaits_first else []
-                case t.NotLed() if self._needs_first:
-                    self._first = event
-                    return self._not_led(event, now) if isinstance(self.do, t.Listen) else []
-                case t.NotLed():
-                    pass
                 case t.Stop(why, aborted):
                     return self._finish(why, now, aborted=aborted)
                 case t.Failed(why):
@@ -105,15 +97,6 @@ class Progress:
         except KvferryError as why:
             return self._fail(why, now)
         return []
-
-    def first(self, read: t.LeaseId) -> t.LeaseId | None:
-        """For another rank to compare; None until it is known. No other lease is read from now on. A lease
-        that was announced may be out of date: unless the other rank has read the same, and proven it, it is known only
-        at the end. read: by the other rank."""
-        if self.lease is None or (self.announced and self.state is not TransferState.DONE and read != self.lease):
-            return None
-        self._told = True
-        return self.lease
 
     @property
     def nbytes(self) -> int:
@@ -178,20 +161,19 @@ class Progress:
         self._opened = True
         newest = max(each.seen.lease for each in self.readings.values())
         behind = {rank for rank, each in self.readings.items() if each.seen.lease < newest}
-        if behind and not self._told and not self._wanted.lease:
+        if behind and not self._wanted.lease:
             for rank in behind:
                 self._whole.pop(rank, None)
             self._awaited, self.do = behind, t.Listen()
             return self._say_all(behind, r.AskFor(newest), now)
         first = self._wanted.tokens[0] if self._wanted.tokens else 0
         assert self._peer is not None
-        self.lease = one_lease(self._wanted, self._peer.epoch, self.readings, self.lease if self._told else None)
+        self.lease = one_lease(self._wanted, self._peer.epoch, self.readings)
         self._pass = r.Pass(first, first)
         self.announced = any(each.announced for each in self.readings.values())
         self._move(TransferState.READING)
         check_one_prompt(self.readings)
-        # Rank 0 is bound by what it tells: of what was announced it is asked once that has not ended meanwhile.
-        return ([] if self.announced else self._ask_first()) + self._go_on(now)
+        return self._go_on(now)
 
     # ---- bytes, and their proof ----
 
@@ -245,10 +227,7 @@ class Progress:
         """Rank 0 may read another lease. It may not where this rank's own engine names one by epoch and number, as it
         does on every rank."""
         wanted = self._wanted
-        return wanted.rank > 0 and not (isinstance(self._first, tuple) or (wanted.epoch and wanted.lease))
-
-    def _ask_first(self) -> Effects:
-        return [t.AskFirst()] if self._needs_first else []
+        return wanted.rank > 0 and self._first is None and not (wanted.epoch and wanted.lease)
 
     @property
     def awaits_first(self) -> bool:
@@ -258,11 +237,9 @@ class Progress:
     def _proven(self, now: float) -> Effects:
         """Raises KvferryError (`lease_changed`)."""
         wanted, first = self._wanted, self._first
-        if isinstance(first, t.NotLed):
-            return self._not_led(first, now)
         if self._needs_first:
             self.do = t.Listen()
-            return self._ask_first() if self.announced else []
+            return []
         if first is not None and self.lease is not None:
             check_first(wanted, first, self.lease)
         self.do = t.Compare((self._pass.first, self._pass.at)) if wanted.sums else self._verdict()
@@ -290,9 +267,6 @@ class Progress:
             self.readings, self.do = {}, t.Meet()
             return effects
         return self._finish(why, now)
-
-    def _not_led(self, first: t.NotLed, now: float) -> Effects:
-        return self._finish(first.why, now, aborted=first.aborted)
 
     def _finish(self, why: KvferryError, now: float, *, aborted: bool = False) -> Effects:
         effects = self._give_up(why, now)

@@ -99,17 +99,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Led:
-    """Rank 0 reads this lease: the order that it has handed on names it, or it was asked."""
+    """Rank 0 reads this lease: the order that it has handed on names it, or it says so once it is done."""
 
     first: LeaseId
-
-
-@dataclass(frozen=True, slots=True)
-class NotLed:
-    """Rank 0 was asked which lease it reads, and has none, or cannot be reached. aborted: as its part was."""
-
-    why: KvferryError
-    aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +117,7 @@ class Quiet:
     """The attempt has ended, and nothing can be written any more."""
 
 
-TransferEvent: TypeAlias = (
-    Match | Met | Told | Moved | Drained | Proven | Compared | Failed | Led | NotLed | Stop | Quiet
-)
+TransferEvent: TypeAlias = Match | Met | Told | Moved | Drained | Proven | Compared | Failed | Led | Stop | Quiet
 
 # ---- what is to be done ----
 
@@ -198,9 +188,4 @@ class Forget:
     """The peer is no longer what it was at the handshake."""
 
 
-@dataclass(frozen=True, slots=True)
-class AskFirst:
-    """Ask rank 0 which lease it reads, beside all else."""
-
-
-TransferEffect: TypeAlias = Say | Forget | AskFirst
+TransferEffect: TypeAlias = Say | Forget

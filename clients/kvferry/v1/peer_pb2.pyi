@@ -1075,6 +1075,7 @@ class OrderRequest(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     LEADER_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """the destination engine"""
     request_id: builtins.str
@@ -1103,6 +1104,10 @@ class OrderRequest(google.protobuf.message.Message):
     def attempt(self) -> Global___Attempt:
         """only the newest goes on"""
 
+    @property
+    def read(self) -> Global___LeaseRead:
+        """by rank 0, which is done; alone in a message after the order, unless that names epoch and lease"""
+
     def __init__(
         self,
         *,
@@ -1120,11 +1125,33 @@ class OrderRequest(google.protobuf.message.Message):
         attempt: Global___Attempt | None = ...,
         key: builtins.bytes = ...,
         leader: builtins.str = ...,
+        read: Global___LeaseRead | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attempt", b"attempt", "source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "leader", b"leader", "ordered_s", b"ordered_s", "priority", b"priority", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["attempt", b"attempt", "read", b"read", "source", b"source", "tables", b"tables", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "deadline_s", b"deadline_s", "engine_id", b"engine_id", "key", b"key", "leader", b"leader", "ordered_s", b"ordered_s", "priority", b"priority", "read", b"read", "request_id", b"request_id", "source", b"source", "tables", b"tables", "tokens", b"tokens", "traceparent", b"traceparent", "way", b"way", "x_request_id", b"x_request_id"]) -> None: ...
 
 Global___OrderRequest: typing_extensions.TypeAlias = OrderRequest
+
+@typing.final
+class LeaseRead(google.protobuf.message.Message):
+    """Which lease a rank has read. The other ranks compare rank 0's with theirs before they are done."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    epoch: builtins.str
+    """of the source engine"""
+    lease: builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: builtins.str = ...,
+        lease: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "lease", b"lease"]) -> None: ...
+
+Global___LeaseRead: typing_extensions.TypeAlias = LeaseRead
 
 @typing.final
 class LeadRequest(google.protobuf.message.Message):
@@ -1330,61 +1357,6 @@ class AbortRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "failed", b"failed", "fan_out", b"fan_out", "key", b"key", "reader", b"reader", "reason", b"reason", "request_id", b"request_id"]) -> None: ...
 
 Global___AbortRequest: typing_extensions.TypeAlias = AbortRequest
-
-@typing.final
-class BoundRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ENGINE_ID_FIELD_NUMBER: builtins.int
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    ATTEMPT_FIELD_NUMBER: builtins.int
-    KEY_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    LEASE_FIELD_NUMBER: builtins.int
-    engine_id: builtins.str
-    request_id: builtins.str
-    key: builtins.bytes
-    """of the roster"""
-    epoch: builtins.str
-    """What the rank has read: rank 0 says at once that it reads the same. Where it goes by an announcement of another lease,
-    which may be out of date, it says so once it knows.
-    """
-    lease: builtins.int
-    @property
-    def attempt(self) -> Global___Attempt: ...
-    def __init__(
-        self,
-        *,
-        engine_id: builtins.str = ...,
-        request_id: builtins.str = ...,
-        attempt: Global___Attempt | None = ...,
-        key: builtins.bytes = ...,
-        epoch: builtins.str = ...,
-        lease: builtins.int = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attempt", b"attempt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "engine_id", b"engine_id", "epoch", b"epoch", "key", b"key", "lease", b"lease", "request_id", b"request_id"]) -> None: ...
-
-Global___BoundRequest: typing_extensions.TypeAlias = BoundRequest
-
-@typing.final
-class BoundReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    EPOCH_FIELD_NUMBER: builtins.int
-    LEASE_FIELD_NUMBER: builtins.int
-    epoch: builtins.str
-    """of the source engine"""
-    lease: builtins.int
-    def __init__(
-        self,
-        *,
-        epoch: builtins.str = ...,
-        lease: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "lease", b"lease"]) -> None: ...
-
-Global___BoundReply: typing_extensions.TypeAlias = BoundReply
 
 @typing.final
 class PrewarmRequest(google.protobuf.message.Message):

@@ -69,7 +69,7 @@ class PeerStub(object):
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.SumRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.SumReply.FromString,
                 _registered_method=True)
-        self.Order = channel.unary_stream(
+        self.Order = channel.stream_stream(
                 '/kvferry.v1.Peer/Order',
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.OrderRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.RankTransfer.FromString,
@@ -88,11 +88,6 @@ class PeerStub(object):
                 '/kvferry.v1.Peer/Abort',
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.AbortRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.AbortReply.FromString,
-                _registered_method=True)
-        self.Bound = channel.unary_unary(
-                '/kvferry.v1.Peer/Bound',
-                request_serializer=kvferry_dot_v1_dot_peer__pb2.BoundRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_peer__pb2.BoundReply.FromString,
                 _registered_method=True)
         self.Prewarm = channel.unary_unary(
                 '/kvferry.v1.Peer/Prewarm',
@@ -156,9 +151,9 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Order(self, request, context):
-        """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended;
-        a stream that breaks ends nothing, and rank 0 calls again.
+    def Order(self, request_iterator, context):
+        """Rank 0 leads: it hands an order to every other rank of the same engine, in the first message, and says later which lease
+        it has read. Streams that rank's record until it has ended; a stream that breaks ends nothing, and rank 0 calls again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,14 +176,6 @@ class PeerServicer(object):
     def Abort(self, request, context):
         """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
         rank if fan_out.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Bound(self, request, context):
-        """Which lease rank 0 of the same engine reads: the other ranks compare it with theirs before they are done. Answered when
-        rank 0 knows, which reads no other one in this attempt from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,7 +226,7 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.SumRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.SumReply.SerializeToString,
             ),
-            'Order': grpc.unary_stream_rpc_method_handler(
+            'Order': grpc.stream_stream_rpc_method_handler(
                     servicer.Order,
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.OrderRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.RankTransfer.SerializeToString,
@@ -258,11 +245,6 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.AbortRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.AbortReply.SerializeToString,
-            ),
-            'Bound': grpc.unary_unary_rpc_method_handler(
-                    servicer.Bound,
-                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.BoundRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_peer__pb2.BoundReply.SerializeToString,
             ),
             'Prewarm': grpc.unary_unary_rpc_method_handler(
                     servicer.Prewarm,
@@ -470,7 +452,7 @@ class Peer(object):
             _registered_method=True)
 
     @staticmethod
-    def Order(request,
+    def Order(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -480,8 +462,8 @@ class Peer(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/kvferry.v1.Peer/Order',
             kvferry_dot_v1_dot_peer__pb2.OrderRequest.SerializeToString,
@@ -567,33 +549,6 @@ class Peer(object):
             '/kvferry.v1.Peer/Abort',
             kvferry_dot_v1_dot_peer__pb2.AbortRequest.SerializeToString,
             kvferry_dot_v1_dot_peer__pb2.AbortReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Bound(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvferry.v1.Peer/Bound',
-            kvferry_dot_v1_dot_peer__pb2.BoundRequest.SerializeToString,
-            kvferry_dot_v1_dot_peer__pb2.BoundReply.FromString,
             options,
             channel_credentials,
             insecure,

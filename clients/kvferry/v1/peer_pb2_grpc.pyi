@@ -139,15 +139,15 @@ _PeerSumType = typing_extensions.TypeVar(
 
 _PeerOrderType = typing_extensions.TypeVar(
     '_PeerOrderType',
-    grpc.UnaryStreamMultiCallable[
+    grpc.StreamStreamMultiCallable[
         kvferry.v1.peer_pb2.OrderRequest,
         kvferry.v1.peer_pb2.RankTransfer,
     ],
-    grpc.aio.UnaryStreamMultiCallable[
+    grpc.aio.StreamStreamMultiCallable[
         kvferry.v1.peer_pb2.OrderRequest,
         kvferry.v1.peer_pb2.RankTransfer,
     ],
-    default=grpc.UnaryStreamMultiCallable[
+    default=grpc.StreamStreamMultiCallable[
         kvferry.v1.peer_pb2.OrderRequest,
         kvferry.v1.peer_pb2.RankTransfer,
     ],
@@ -201,22 +201,6 @@ _PeerAbortType = typing_extensions.TypeVar(
     ],
 )
 
-_PeerBoundType = typing_extensions.TypeVar(
-    '_PeerBoundType',
-    grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.peer_pb2.BoundRequest,
-        kvferry.v1.peer_pb2.BoundReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.peer_pb2.BoundRequest,
-        kvferry.v1.peer_pb2.BoundReply,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        kvferry.v1.peer_pb2.BoundRequest,
-        kvferry.v1.peer_pb2.BoundReply,
-    ],
-)
-
 _PeerPrewarmType = typing_extensions.TypeVar(
     '_PeerPrewarmType',
     grpc.UnaryUnaryMultiCallable[
@@ -233,7 +217,7 @@ _PeerPrewarmType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerSumType, _PeerOrderType, _PeerLeadType, _PeerRecordType, _PeerAbortType, _PeerBoundType, _PeerPrewarmType]):
+class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerSumType, _PeerOrderType, _PeerLeadType, _PeerRecordType, _PeerAbortType, _PeerPrewarmType]):
     @typing.overload
     def __init__(self: PeerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -264,7 +248,7 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
             kvferry.v1.peer_pb2.SumRequest,
             kvferry.v1.peer_pb2.SumReply,
         ],
-        grpc.UnaryStreamMultiCallable[
+        grpc.StreamStreamMultiCallable[
             kvferry.v1.peer_pb2.OrderRequest,
             kvferry.v1.peer_pb2.RankTransfer,
         ],
@@ -279,10 +263,6 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.AbortRequest,
             kvferry.v1.peer_pb2.AbortReply,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            kvferry.v1.peer_pb2.BoundRequest,
-            kvferry.v1.peer_pb2.BoundReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.PrewarmRequest,
@@ -320,7 +300,7 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
             kvferry.v1.peer_pb2.SumRequest,
             kvferry.v1.peer_pb2.SumReply,
         ],
-        grpc.aio.UnaryStreamMultiCallable[
+        grpc.aio.StreamStreamMultiCallable[
             kvferry.v1.peer_pb2.OrderRequest,
             kvferry.v1.peer_pb2.RankTransfer,
         ],
@@ -335,10 +315,6 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
         grpc.aio.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.AbortRequest,
             kvferry.v1.peer_pb2.AbortReply,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            kvferry.v1.peer_pb2.BoundRequest,
-            kvferry.v1.peer_pb2.BoundReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.PrewarmRequest,
@@ -373,8 +349,8 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
     """A checksum of each chunk of what a reader has moved, over this side's own blocks, while the lease holds."""
 
     Order: _PeerOrderType
-    """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended;
-    a stream that breaks ends nothing, and rank 0 calls again.
+    """Rank 0 leads: it hands an order to every other rank of the same engine, in the first message, and says later which lease
+    it has read. Streams that rank's record until it has ended; a stream that breaks ends nothing, and rank 0 calls again.
     """
 
     Lead: _PeerLeadType
@@ -386,11 +362,6 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
     Abort: _PeerAbortType
     """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
     rank if fan_out.
-    """
-
-    Bound: _PeerBoundType
-    """Which lease rank 0 of the same engine reads: the other ranks compare it with theirs before they are done. Answered when
-    rank 0 knows, which reads no other one in this attempt from then on.
     """
 
     Prewarm: _PeerPrewarmType
@@ -425,7 +396,7 @@ PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
         kvferry.v1.peer_pb2.SumRequest,
         kvferry.v1.peer_pb2.SumReply,
     ],
-    grpc.aio.UnaryStreamMultiCallable[
+    grpc.aio.StreamStreamMultiCallable[
         kvferry.v1.peer_pb2.OrderRequest,
         kvferry.v1.peer_pb2.RankTransfer,
     ],
@@ -440,10 +411,6 @@ PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.peer_pb2.AbortRequest,
         kvferry.v1.peer_pb2.AbortReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        kvferry.v1.peer_pb2.BoundRequest,
-        kvferry.v1.peer_pb2.BoundReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.peer_pb2.PrewarmRequest,
@@ -516,11 +483,11 @@ class PeerServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Order(
         self,
-        request: kvferry.v1.peer_pb2.OrderRequest,
+        request_iterator: _MaybeAsyncIterator[kvferry.v1.peer_pb2.OrderRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.RankTransfer], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.RankTransfer]]:
-        """Rank 0 leads: it hands an order to every other rank of the same engine. Streams that rank's record until it has ended;
-        a stream that breaks ends nothing, and rank 0 calls again.
+        """Rank 0 leads: it hands an order to every other rank of the same engine, in the first message, and says later which lease
+        it has read. Streams that rank's record until it has ended; a stream that breaks ends nothing, and rank 0 calls again.
         """
 
     @abc.abstractmethod
@@ -547,16 +514,6 @@ class PeerServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvferry.v1.peer_pb2.AbortReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.AbortReply]]:
         """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
         rank if fan_out.
-        """
-
-    @abc.abstractmethod
-    def Bound(
-        self,
-        request: kvferry.v1.peer_pb2.BoundRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[kvferry.v1.peer_pb2.BoundReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.BoundReply]]:
-        """Which lease rank 0 of the same engine reads: the other ranks compare it with theirs before they are done. Answered when
-        rank 0 knows, which reads no other one in this attempt from then on.
         """
 
     @abc.abstractmethod

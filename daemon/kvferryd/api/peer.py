@@ -10,23 +10,14 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from kvferry import __version__
-from kvferry.errors import (
-    LONGEST,
-    Conflict,
-    Deadline,
-    Forbidden,
-    KvferryError,
-    Malformed,
-    NotFound,
-    first_breach,
-    shorten,
-)
+from kvferry.errors import LONGEST, Conflict, Forbidden, KvferryError, Malformed, NotFound, first_breach, shorten
 from kvferry.manifest import Manifest
 from kvferry.protocol.session_events import Rank
 from kvferry.protocol.values import ReaderId
 from kvferry.schemas import OrderBody
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, problem_to_proto
+from kvferryd.aio import running
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.api.callers import Callers, host_of
 from kvferryd.check import check_request_id, check_seconds
@@ -183,8 +174,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         return peer_pb2.SumReply(wide=sums)
 
     @stream
-    async def Order(self, request: peer_pb2.OrderRequest, context: Context) -> AsyncIterator[peer_pb2.RankTransfer]:
+    async def Order(
+        self, requests: AsyncIterator[peer_pb2.OrderRequest], context: Context
+    ) -> AsyncIterator[peer_pb2.RankTransfer]:
         ferry = self._ferry
+        request = await first_of(requests, ferry.config.connect_timeout_s)
         engine = self._rank_of(request.engine_id, request.key)
         check_request_id(request.request_id)
         order = order_from_proto(request, ferry.config.allow_peers, logs.Trace.of(request))
@@ -192,11 +186,12 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         attempt = attempt_from_proto(request.attempt)
         own = reservation_from_proto(request, engine.manifest) if request.HasField("tables") else None
         transfer = ferry.jobs.handed(engine, request.request_id, attempt, order, own)
-        while not await _ends_within(transfer, PROGRESS_S):
-            changed = transfer.changed
+        async with running([] if order.lease_id else [_hear(requests, transfer)]):
+            while not await _ends_within(transfer, PROGRESS_S):
+                changed = transfer.changed
+                yield _share(transfer)
+                await changed.wait()
             yield _share(transfer)
-            await changed.wait()
-        yield _share(transfer)
 
     @unary
     async def Lead(self, request: peer_pb2.LeadRequest, context: Context) -> peer_pb2.LeadReply:
@@ -239,22 +234,6 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             more = await self._ferry.abort_at_sources(each for each in known if not each.ranks)
             transfers, leases = transfers + more[0], leases + more[1]
         return peer_pb2.AbortReply(transfers_ended=transfers, leases_ended=leases)
-
-    @unary
-    async def Bound(self, request: peer_pb2.BoundRequest, context: Context) -> peer_pb2.BoundReply:
-        check_request_id(request.request_id)
-        engine = self._rank_of(request.engine_id, request.key)
-        attempt, left_s = attempt_from_proto(request.attempt), _left(context, self._ferry.config.deadline_s)
-        try:
-            async with asyncio.timeout(left_s):
-                epoch, lease = await self._ferry.jobs.bound(
-                    engine, request.request_id, attempt, (request.epoch, request.lease)
-                )
-        except TimeoutError:
-            why = f"rank 0 of engine {engine.engine_id} did not find a lease of request {request.request_id} in time"
-            remedy = "see why in that rank's record of the transfer, or raise deadline_ms"
-            raise Deadline("deadline", why, field="request_id", value=request.request_id, remedy=remedy) from None
-        return peer_pb2.BoundReply(epoch=epoch, lease=lease)
 
     @unary
     async def Prewarm(self, request: peer_pb2.PrewarmRequest, context: Context) -> peer_pb2.PrewarmReply:
@@ -335,6 +314,13 @@ def _reader(reader: peer_pb2.Reader) -> ReaderId:
             remedy="name the engine, its epoch, the rank and the world size",
         )  # fmt: skip
     return reader_id(reader)
+
+
+async def _hear(requests: AsyncIterator[peer_pb2.OrderRequest], transfer: Transfer) -> None:
+    """What rank 0 says after its order."""
+    async for request in requests:
+        if request.HasField("read"):
+            transfer.led((request.read.epoch, request.read.lease))
 
 
 async def _ends_within(transfer: Transfer, seconds: float) -> bool:

@@ -11,7 +11,7 @@ from typing import assert_never
 from kvferry.errors import CLASSES, Conflict, Deadline, Internal, KvferryError, PeerFailed, Unavailable
 from kvferry.protocol import leader_events as e
 from kvferry.protocol.attempts import Attempt, ReadingRank
-from kvferry.protocol.leader import AGAIN_S, Leader
+from kvferry.protocol.leader import Leader
 from kvferry.schemas import ErrorBody, OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferryd.aio import Tasks, Timer, to_the_end
@@ -22,14 +22,11 @@ from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel, Channels
 from kvferryd.peers.contact import LOST
 from kvferryd.transfers.messages import abort_request, order_request, rank_transfer, said
-from kvferryd.transfers.order import attempt_to_proto
 from kvferryd.transfers.transfer import Transfer
 
 log = logs.get(__name__)
 LAST_S = 1.0
 """How long a daemon that stops goes on telling other ranks what has ended."""
-NOT_NOW = LOST | {"roster_incomplete", "unknown_engine", "not_a_rank"}
-"""Errors of a rank 0 that cannot be asked now, or that has another daemon, which the roster is still to tell."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,27 +108,6 @@ class Ranks:
                     call.cancel()
             case _:
                 assert_never(effect)
-
-    async def ask_bound(self, transfer: Transfer, engine: Engine) -> tuple[str, int]:
-        """(the source's epoch, the lease's number) of what rank 0 reads. Raises KvferryError; `rank_lost` where rank 0
-        cannot be reached in time, or is another daemon by now."""
-        request = peer_pb2.BoundRequest(
-            engine_id=engine.engine_id, request_id=transfer.request_id, attempt=attempt_to_proto(transfer.attempt),
-            key=engine.roster_key, epoch=transfer.source_epoch, lease=transfer.lease,
-        )  # fmt: skip
-        loop, asked = asyncio.get_running_loop(), engine.instances.get(0)
-        for pause in _pauses():
-            try:
-                async with self._leader(engine) as stub:
-                    reply = await stub.Bound(request, timeout=max(1e-3, transfer.deadline - loop.time()))
-                return reply.epoch, reply.lease
-            except KvferryError as error:
-                if error.code not in NOT_NOW:
-                    raise
-                if loop.time() + pause >= transfer.deadline or engine.instances.get(0) != asked:
-                    raise _lost(engine, 0, error) from None
-            await asyncio.sleep(pause)
-        raise AssertionError("pauses do not end")
 
     async def lead(self, engine: Engine, body: OrderBody, trace: logs.Trace) -> tuple[Ordered, bool]:
         """Give a router's order to rank 0; (its answer, whether the order is new). Raises KvferryError."""
@@ -243,7 +219,7 @@ class Ranks:
         """Raises KvferryError, of LOST where the rank cannot be reached."""
         request = order_request(led.transfer, led.engine, rank, self._instance)
         async with self._asking(led.engine, address) as stub:
-            call = stub.Order(request)
+            call = stub.Order(_said(request, led.transfer))
             try:
                 async for reply in call:
                     share = rank_transfer(reply, rank, address)
@@ -274,12 +250,14 @@ class Ranks:
         self._on(e.Told(tell, lost=lost))
 
 
-def _pauses() -> Iterator[float]:
-    """Without end."""
-    pause, longest = AGAIN_S
-    while True:
-        yield pause
-        pause = min(2 * pause, longest)
+async def _said(order: peer_pb2.OrderRequest, transfer: Transfer) -> AsyncIterator[peer_pb2.OrderRequest]:
+    """What rank 0 says of an attempt to another rank."""
+    yield order
+    if not (order.source.epoch and order.source.lease):  # or else that is the one
+        await transfer.ended.wait()
+        if transfer.state is TransferState.DONE:
+            read = peer_pb2.LeaseRead(epoch=transfer.source_epoch, lease=transfer.lease)
+            yield peer_pb2.OrderRequest(read=read)
 
 
 def _lost(engine: Engine, rank: int, why: KvferryError) -> KvferryError:

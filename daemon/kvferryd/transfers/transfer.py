@@ -7,10 +7,10 @@ import contextlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 
-from kvferry.errors import Conflict, Deadline, Internal, KvferryError, PeerFailed
+from kvferry.errors import Conflict, Deadline, Internal, KvferryError
 from kvferry.protocol import reading as r
 from kvferry.protocol import transfer_events as t
 from kvferry.protocol.attempts import Attempt
@@ -21,7 +21,7 @@ from kvferry.schemas import Awaited, RankTransfer, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import TRANSFER_STATES, problem_to_proto
 from kvferryd import paths
-from kvferryd.aio import Tasks, all_over, together
+from kvferryd.aio import all_over, together
 from kvferryd.config import Config
 from kvferryd.ending import tried
 from kvferryd.engine import Engine
@@ -43,15 +43,14 @@ UNREADABLE = "raise deadline_ms, or see GET /v1/peers for what this way is worth
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """The daemon, as a transfer needs it. on_end: this rank's part has ended. on_over: every rank's part has.
-    on_quiet: this rank's part has ended, and nothing can be written any more. ask_bound: which lease rank 0 reads.
-    `spawn` runs work that may outlast the transfer."""
+    on_quiet: this rank's part has ended, and nothing can be written any more. `spawn` runs work that may outlast the
+    transfer."""
 
     config: Config
     peers: Peers
     on_end: Callable[[Transfer, Engine], None]
     on_over: Callable[[Transfer], None]
     on_quiet: Callable[[Transfer], None]
-    ask_bound: Callable[[Transfer, Engine], Awaitable[LeaseId]]
     spawn: Callable[[Coroutine[None, None, None]], object]
 
 
@@ -108,7 +107,6 @@ class Transfer:
         self.quiet = asyncio.Event()
         """No read can write to the destination blocks any more."""
         self._changed: asyncio.Event | None = None
-        self._ask_first: Callable[[], object] = _nothing
         self._matched = asyncio.Event()
         self._heard = asyncio.Event()
         """Something else is to be done."""
@@ -154,6 +152,10 @@ class Transfer:
         """Rank 0 reads by this order, and has handed it on."""
         if order.lease_id is not None:
             self._tell(t.Led(order.lease_id))
+
+    def led(self, read: LeaseId) -> None:
+        """Rank 0 is done, with this lease."""
+        self._tell(t.Led(read))
 
     def take_reservation(self, reservation: Reservation, weights: str) -> None:
         self.reservation, self.weights = reservation, weights
@@ -289,8 +291,7 @@ class Transfer:
 
     async def _run(self, engine: Engine) -> None:
         why: KvferryError | None = None
-        aborted, asking = False, Tasks()
-        self._ask_first = lambda: asking.spawn(self._asked(engine))
+        aborted = False
         try:
             if self._stop is not None:
                 raise asyncio.CancelledError
@@ -310,8 +311,6 @@ class Transfer:
             self._tell(t.Stop(why, aborted))
         verdict = self._machine.do
         self._end(engine, verdict if isinstance(verdict, t.Finish) else t.Finish(TransferState.FAILED, problem=why))
-        self._ask_first = _nothing
-        await asking.end()
 
     def _late(self) -> KvferryError:
         source, asked = (self.order.engine_id, self.order.address) if self.order else ("", "")
@@ -479,8 +478,6 @@ class Transfer:
         peer = self._peer
         assert peer is not None
         match effect:
-            case t.AskFirst():
-                self._ask_first()
             case t.Forget():
                 self._around.peers.forget(peer)
             case t.Say(rank, r.Close() as said) if rank not in self._readers:
@@ -488,15 +485,6 @@ class Transfer:
                 close_reading(peer.ranks[rank], said, self.request_id, self._by, trace=trace)
             case t.Say(rank, said):
                 self._reader(peer, rank).take(said)
-
-    async def _asked(self, engine: Engine) -> None:
-        """Which lease rank 0 reads, while this rank reads."""
-        try:
-            self._tell(t.Led(await self._around.ask_bound(self, engine)))
-        except KvferryError as why:
-            self._tell(t.NotLed(why, aborted=why.code == "aborted"))
-        except Exception as error:  # noqa: BLE001
-            self._broke(error)
 
     def _broke(self, error: Exception) -> None:
         log.error("transfer broke", request_id=self.request_id, transfer_id=self.transfer_id, exc_info=error)
@@ -518,18 +506,6 @@ class Transfer:
     @property
     def _by(self) -> tuple[int, str]:
         return self.attempt.number, self.attempt.by
-
-    async def bound(self, read: LeaseId) -> LeaseId:
-        """(the source's epoch, the lease's number), for another rank to compare; no other is read from now on. read: by
-        the other rank. The caller bounds the wait. Raises KvferryError where this part ends before it is known."""
-        while (first := self._machine.first(read)) is None:
-            if self.state is TransferState.ABORTED:
-                raise Conflict("aborted", f"rank {self.own.rank} of the same engine was aborted")
-            if self.ended.is_set():
-                why = f"rank {self.own.rank} of the same engine has found no lease"
-                raise PeerFailed("rank_failed", why, field="rank", value=self.own.rank)
-            await self.changed.wait()
-        return first
 
     # ---- the end ----
 
@@ -621,7 +597,3 @@ class Transfer:
     def _be_quiet(self) -> None:
         """The blocks may be reserved again."""
         self.quiet.set()
-
-
-def _nothing() -> None:
-    """For an attempt that has ended, or not begun."""

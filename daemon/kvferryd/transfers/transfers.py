@@ -49,9 +49,7 @@ class Transfers(Book):
         """By life."""
         self._ranks = Ranks(config, peers.channels, instance, self._engines)
         self._after = Tasks()
-        self._around = Surroundings(
-            config, peers, self._on_end, self._on_over, self._on_quiet, self._ranks.ask_bound, self._after.spawn
-        )  # fmt: skip
+        self._around = Surroundings(config, peers, self._on_end, self._on_over, self._on_quiet, self._after.spawn)
         self.requests = Requests(instance, Limits(config.max_transfers, config.history, config.order_tables))
         self._lives = itertools.count(1)
         self._ranks_of: WeakKeyDictionary[Engine, ReadingRank] = WeakKeyDictionary()
@@ -330,14 +328,6 @@ class Transfers(Book):
     ) -> TransferRecord:
         """The record of a transfer that rank 0 keeps. Raises KvferryError (`unknown_transfer`)."""
         return await self._ranks.record(engine, transfer_id, wait_s, abort=abort)
-
-    async def bound(self, engine: Engine, request_id: str, attempt: Attempt, read: tuple[str, int]) -> tuple[str, int]:
-        """Which lease this rank reads in an attempt, as of `Transfer.bound`; waits for the attempt as well. Raises
-        KvferryError, too, where it is over."""
-        key = self._at(engine).key(request_id)
-        while (part := self.requests.find(key, attempt)) is None:
-            await self.wait_new(request_id)
-        return await self._by_part[part].bound(read)
 
     async def wait_new(self, request_id: str) -> None:
         """Wait until the request has a transfer more. The caller bounds the wait."""
