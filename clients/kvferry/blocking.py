@@ -113,13 +113,18 @@ class BlockingEngineClient:
         """attach: EngineClient.connect for this rank; it still takes timeout_s and resume."""
         self._daemon, self._attach = f"the daemon on {socket}", attach
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvferry-client", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
+        self._gone = threading.Event()
+        """The loop is closed. (A thread that `join` was interrupted for is taken for ended while it runs.)"""
         self._thread.start()
-        self._giving, self._closing = threading.Lock(), False
-        """Once it is closing nothing is given to the loop any more; the lock is held for both."""
+        self._giving = threading.Lock()
+        self._ending: Future[None] | None = None
+        """Once there is one nothing is given to the loop any more; the lock is held for both."""
         self._client: EngineClient | None = None
         self._staying: asyncio.Task[None] | None = None
-        # What the daemon was given, to be given to the next one too.
+        # What the daemon was given, to be given to the next one too. Noted in the turn that hears of it, and under the
+        # lock: the next daemon is given all of it.
+        self._noting = asyncio.Lock()
         self._address = ""
         self._allocated: list[SharedRegion | CudaRegion] = []
         self._adopted: list[SharedRegion | CudaMemory | VmmMemory] = []
@@ -156,11 +161,24 @@ class BlockingEngineClient:
             raise
         return blocking
 
+    def _run(self) -> None:
+        """The thread: it ends with `_end`, whoever waits for that."""
+        self._loop.run_forever()
+        self._loop.close()
+        self._gone.set()
+
     async def _open(self, timeout_s: float, say: Callable[[str], None] | None) -> None:
         self._client = client = await self._attach(timeout_s=timeout_s)
         self._address = client.peer_address
         if say is not None:
-            self._staying = asyncio.create_task(self._stay(client, say))
+            self._staying = asyncio.create_task(self._stay(client, partial(self._say, say)))
+
+    def _say(self, say: Callable[[str], None], words: str) -> None:
+        """An engine that cannot be told attaches again all the same."""
+        try:
+            say(words)
+        except BaseException as error:  # noqa: BLE001  SystemExit too would end the loop
+            self._loop.call_exception_handler({"message": "kvferry's `say` failed", "exception": error})
 
     async def _stay(self, client: EngineClient, say: Callable[[str], None]) -> None:
         while True:
@@ -173,7 +191,8 @@ class BlockingEngineClient:
                 next_at = self._loop.time() + PAUSE_S
                 try:
                     newest = await self._attach(timeout_s=AGAIN_S, resume=newest)
-                    await self._take_up(newest, before)
+                    async with self._noting:
+                        await self._take_up(newest, before)
                     client = newest
                     await before.close()
                 except _MemoryGone as error:
@@ -240,18 +259,30 @@ class BlockingEngineClient:
         return self.client.draining.is_set()
 
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
-        allocated = self.call(self.client.allocate(nbytes, region), None)
-        self._allocated.append(allocated)
-        return allocated
+        async def noted() -> SharedRegion | CudaRegion:
+            async with self._noting:
+                allocated = await self.client.allocate(nbytes, region)
+                self._allocated.append(allocated)
+                return allocated
+
+        return self.call(noted(), None)
 
     def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
-        self.call(self.client.adopt(shared))
-        self._adopted.append(shared)
+        async def noted() -> None:
+            async with self._noting:
+                await self.client.adopt(shared)
+                self._adopted.append(shared)
+
+        self.call(noted())
 
     def register(self, manifest: Manifest) -> tuple[str, ...]:
-        notes = self.call(self.client.register(manifest), None)
-        self._manifest = manifest
-        return notes
+        async def noted() -> tuple[str, ...]:
+            async with self._noting:
+                notes = await self.client.register(manifest)
+                self._manifest = manifest
+                return notes
+
+        return self.call(noted(), None)
 
     def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """As `EngineClient.fence`: the calling thread gives the stream its fence before this returns."""
@@ -268,9 +299,14 @@ class BlockingEngineClient:
 
     def open_fences(self, device: int = 0) -> Fences:
         """As `EngineClient.open_fences`."""
-        fences = self.call(self.client.open_fences(device))
-        self._fences_of = device
-        return fences
+
+        async def noted() -> Fences:
+            async with self._noting:
+                fences = await self.client.open_fences(device)
+                self._fences_of = device
+                return fences
+
+        return self.call(noted())
 
     @_parameters_of(EngineClient.publish)
     def publish(self, *args: Any, **named: Any) -> BlockingLease:
@@ -294,35 +330,35 @@ class BlockingEngineClient:
         self.call(self.client.abort(request_id))
 
     def close(self) -> None:
-        """End the session and the thread. Idempotent. What still waits fails with KvferryError (`session_closed`)."""
+        """End the session and the thread. Idempotent. What still waits fails with KvferryError (`session_closed`). A
+        caller that is interrupted does not stop the end."""
         with self._giving:
-            before, self._closing = self._closing, True
-        if before:
-            self._thread.join(3 * CALL_S)
-            return
-        try:
-            self._result(asyncio.run_coroutine_threadsafe(self._end(), self._loop), 2 * CALL_S)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            if self._ending is None:
+                self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._gone.wait(3 * CALL_S)
+        if self._ending.done():
             self._thread.join(CALL_S)
-            self._loop.close()
+            self._ending.result()
 
     async def _end(self) -> None:
-        """Close the client and wait until every call has ended."""
-        if self._staying is not None:
-            self._staying.cancel()
-            await asyncio.wait([self._staying], timeout=END_S)
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
-        for patient in (True, False):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(END_S):
-                    while others := asyncio.all_tasks() - {asyncio.current_task()}:  # they may have begun others
-                        if not patient:
-                            for other in others:
-                                other.cancel()
-                        await asyncio.wait(others)
+        """Close the client, wait until every call has ended, and stop the loop."""
+        try:
+            if self._staying is not None:
+                self._staying.cancel()
+                await asyncio.wait([self._staying], timeout=END_S)
+            client, self._client = self._client, None
+            if client is not None:
+                await client.close()
+            for patient in (True, False):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(END_S):
+                        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # they may have begun others
+                            if not patient:
+                                for other in others:
+                                    other.cancel()
+                            await asyncio.wait(others)
+        finally:
+            self._loop.call_soon(self._loop.stop)  # behind it the future of this is done
 
     def __enter__(self) -> BlockingEngineClient:
         return self
@@ -336,7 +372,7 @@ class BlockingEngineClient:
 
     def _give(self, work: Coroutine[Any, Any, T], give: Callable[[Coroutine[Any, Any, T]], F]) -> F:
         with self._giving:
-            if not self._closing:
+            if self._ending is None:
                 return give(work)
         work.close()
         raise session_closed()
@@ -355,3 +391,6 @@ class BlockingEngineClient:
             future.cancel()
             message = f"{self._daemon} did not answer within {timeout_s:g} s"
             raise Deadline("deadline", message, remedy="see the daemon's log") from None
+        except BaseException:
+            future.cancel()  # this thread was interrupted: nobody waits for it any more
+            raise

@@ -67,6 +67,8 @@ class EngineClient:
         self._ending: asyncio.Task[None] | None = None
         self.fences: Fences | None = None
         """Once `open_fences` has returned."""
+        self._page: Fences | None = None
+        """The same, from its first call on. The daemon is given no other one in this session."""
         self.peer_address = ""
         self.device = ""
         self._registering = asyncio.Lock()
@@ -138,20 +140,34 @@ class EngineClient:
         """
         request = engine_pb2.AllocateRequest(session=self.session, region=region, nbytes=nbytes)
         memory = await self._session.call(self._session.stub.Allocate, request, _time_for(nbytes))
-        if memory.WhichOneof("kind") == "cuda":
-            given = memory.cuda
-            place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
-            mapped = await asyncio.to_thread(open_cuda_region, *place, region)
-            if given.ticket:
-                mapped.file = await self._session.fetch(given.ticket)
-            return mapped
-        file = await self._session.fetch(memory.handed.ticket)
+        mapping = asyncio.create_task(self._mapped(memory, region), name="kvferry-map")
         try:
-            opened = open_region(file, memory.nbytes, region, memory.handed.offset)
-        finally:
-            os.close(file)
-        await asyncio.to_thread(opened.populate)
-        return opened
+            return await asyncio.shield(mapping)
+        except asyncio.CancelledError:
+            mapping.add_done_callback(_unmap)
+            raise
+
+    async def _mapped(self, memory: engine_pb2.Memory, region: int) -> SharedRegion | CudaRegion:
+        mapped: SharedRegion | CudaRegion | None = None
+        try:
+            if memory.WhichOneof("kind") == "cuda":
+                given = memory.cuda
+                place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
+                mapped = await asyncio.to_thread(open_cuda_region, *place, region)
+                if given.ticket:
+                    mapped.file = await self._session.fetch(given.ticket)
+                return mapped
+            file = await self._session.fetch(memory.handed.ticket)
+            try:
+                mapped = open_region(file, memory.nbytes, region, memory.handed.offset)
+            finally:
+                os.close(file)
+            await asyncio.to_thread(mapped.populate)
+        except BaseException:
+            if mapped is not None:
+                mapped.close()
+            raise
+        return mapped
 
     async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory | CudaRegion, *, again: bool = False) -> None:
         """Hand over memory that this engine allocated and goes on owning: `memfd_region(...)` or `cuda_memory(...)`.
@@ -223,17 +239,17 @@ class EngineClient:
             raise Malformed("fence_on_host", message, field="stream", value=self.device, remedy=remedy)
         async with self._opening:
             if self.fences is None:
-                fences = Fences()
+                page = self._page = self._page or Fences()
+                await asyncio.to_thread(page.register, cuda.device(f"cuda:{device}"))
+                ticket = await self._session.hand_over([page.file])
+                request = engine_pb2.OpenFencesRequest(session=self.session, ticket=ticket)
                 try:
-                    await asyncio.to_thread(fences.register, cuda.device(f"cuda:{device}"))
-                    ticket = await self._session.hand_over([fences.file])
-                    request = engine_pb2.OpenFencesRequest(session=self.session, ticket=ticket)
                     await self._session.call(self._session.stub.OpenFences, request)
-                except BaseException:
-                    fences.close()
-                    raise
-                fences.handed()
-                self.fences = fences
+                except KvferryError as error:
+                    if error.code != "fences_open":  # else an earlier call was answered too late
+                        raise
+                page.handed()
+                self.fences = page
             return self.fences
 
     async def publish(
@@ -488,8 +504,8 @@ class EngineClient:
         try:
             await self._session.close(leave=leave)
         finally:
-            if self.fences is not None:
-                self.fences.close()
+            if self._page is not None:
+                self._page.close()
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -555,6 +571,12 @@ class EngineClient:
 
     def _on_over(self, unknown: KvferryError | None) -> None:
         self._on(b.SessionOver(unknown))
+
+
+def _unmap(mapping: asyncio.Task[SharedRegion | CudaRegion]) -> None:
+    """Nobody waits for it any more."""
+    if not mapping.cancelled() and mapping.exception() is None:
+        mapping.result().close()
 
 
 def _end_of_kind(states: type[E], state: str) -> E:

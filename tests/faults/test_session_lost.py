@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import queue
 import signal
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -200,6 +202,40 @@ async def test_an_engine_gives_all_its_memory_to_the_next_daemon_though_a_part_o
     while "there again" not in (words := await asyncio.to_thread(said.get, timeout=TIMEOUT_S)):
         assert "region" not in words, words
     assert not client.client.resumed
+
+
+async def test_memory_that_is_mapped_for_nobody_is_unmapped(two: list[DaemonService], request_id: str) -> None:
+    """Its caller is cancelled when the daemon has allocated it already."""
+    before = len(open_memory())
+    for attempt in itertools.count():  # an allocation may be over before it is cancelled
+        socket = str(two[0].socket)
+        async with await EngineClient.connect(socket, engine_id=request_id, epoch=str(attempt)) as client:
+            allocating = asyncio.create_task(client.allocate(256 << 20))
+
+            async def begun(allocating: asyncio.Task[Any] = allocating) -> bool:
+                return len(open_memory()) > before or allocating.done()
+
+            await until(begun, "it is being mapped")
+            allocating.cancel()
+            await asyncio.wait([allocating])
+            if not allocating.cancelled():
+                allocating.result().close()
+                continue
+
+            async def unmapped() -> bool:
+                return len(open_memory()) == before
+
+            await until(unmapped, "nobody has it open")
+            return
+
+
+def open_memory() -> list[str]:
+    """Shared memory that this process has open."""
+    files = []
+    for each in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            files.append(os.readlink(f"/proc/self/fd/{each}"))
+    return [file for file in files if "memfd:" in file]
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, holder: type, name: str, when: list[bool]) -> None:

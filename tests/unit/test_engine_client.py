@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -440,6 +442,59 @@ def test_close_waits_for_what_a_task_under_way_begins_at_its_end() -> None:
     client.close()
     assert ended == ["last", "last"]
     client.close()
+
+
+def test_a_close_that_is_interrupted_ends_the_client_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads wait for their calls without a deadline."""
+    monkeypatch.setattr(blocking_module, "END_S", 1)
+    client = BlockingEngineClient("/nowhere", EngineClient.connect)
+
+    async def interrupted() -> None:
+        closing = False
+        while not closing:
+            try:
+                client._give(asyncio.sleep(0), asyncio.ensure_future)
+            except KvferryError:
+                closing = True
+            await asyncio.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        await asyncio.sleep(3600)
+
+    with ThreadPoolExecutor() as threads:
+        client.start(interrupted())
+        calling = threads.submit(client.call, asyncio.sleep(3600), None)
+        with pytest.raises(KeyboardInterrupt):
+            client.close()
+        with pytest.raises(KvferryError, match="the session is closed"):
+            calling.result(60)
+        client.close()
+        assert client._loop.is_closed()
+
+
+async def test_a_listener_that_fails_keeps_no_engine_from_attaching_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def say(words: str) -> None:
+        loop.call_soon_threadsafe(said.put_nowait, words)
+        raise SystemExit(words)
+
+    async with served(tmp_path) as (daemon, path):
+        client = await asyncio.to_thread(BlockingEngineClient.connect, path, engine_id="e", epoch="1", say=say)
+        try:
+            async with asyncio.timeout(60):
+                for _ in range(2):
+                    before = client.client
+                    daemon.end_lease("vanished")
+                    assert "has gone" in await said.get()
+                    assert "there again" in await said.get()
+                    assert client.client is not before
+                    assert await asyncio.to_thread(client.abort, "R") is None
+        finally:
+            await asyncio.to_thread(client.close)
+    assert "kvferry's `say` failed" in caplog.text
 
 
 async def test_what_arrives_while_the_weights_are_replaced_has_failed(both: Both) -> None:

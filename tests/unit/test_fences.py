@@ -193,6 +193,14 @@ async def test_nobody_looks_when_nobody_waits(page: Fences, watch: watched.Fence
     assert not any(thread.name == "fences" for thread in threading.enumerate())
 
 
+async def test_a_page_that_is_closed_is_not_registered(page: Fences) -> None:
+    """A thread that was to register it may begin late: nothing would take that back."""
+    page.close()
+    with pytest.raises(KvferryError) as refused:
+        page.register(cuda.Device(0, "GPU-of-nobody"))
+    assert refused.value.code == "session_closed"
+
+
 async def test_a_fence_asks_for_a_gpu(page: Fences) -> None:
     try:
         cuda.devices()

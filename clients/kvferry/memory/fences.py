@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import Full, KvferryError
+from kvferry.errors import Full, KvferryError, Unavailable
 from kvferry.memory import cuda
 from kvferry.memory.handover import sealed_file
 
@@ -48,6 +48,7 @@ class Fences:
         self._next = self._value = 0
         self._lock = threading.Lock()
         self._registered: cuda.Registered | None = None
+        self._closed = False
 
     def handed(self) -> None:
         """The daemon has it. Idempotent."""
@@ -79,9 +80,11 @@ class Fences:
     def register(self, gpu: cuda.Device) -> cuda.Registered:
         """Let every GPU write to the page; `gpu` is one that this process uses anyhow. It may wait for work under way.
 
-        Idempotent. Raises KvferryError (`cuda_failed`).
+        Idempotent. Raises KvferryError: `cuda_failed`, or `session_closed` for a page that is closed.
         """
         with self._lock:
+            if self._closed:
+                raise Unavailable("session_closed", "the session is closed", remedy="connect again")
             if self._registered is None:
                 self._registered = gpu.register(int(self.words.ctypes.data), NBYTES)
             return self._registered
@@ -114,6 +117,7 @@ class Fences:
         """Idempotent. While a stream has a word still to write, the page stays for the life of the process."""
         self.handed()
         with self._lock:
+            self._closed = True
             if self.pending:
                 _kept.append(self)
             elif self._registered is not None:
