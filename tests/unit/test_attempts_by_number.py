@@ -16,7 +16,7 @@ from stepwise import World
 from kvferry.errors import Conflict, KvferryError, PeerFailed
 from kvferry.protocol import parts, requests
 from kvferry.protocol.attempts import Attempt
-from kvferry.schemas import Awaited, TransferState
+from kvferry.schemas import TransferState
 from kvferry.tables import BlockTable
 from kvferryd.engine import Engine
 from kvferryd.transfers.order import Order, Reservation
@@ -98,14 +98,6 @@ def other(world: World) -> Rank:
 # ---- orders by REST ----
 
 
-def test_an_order_that_comes_again_with_its_id_gets_the_same_answer_after_the_end(rank: Rank) -> None:
-    first, new = rank.order(order_id="o")
-    assert new and rank.order(order_id="o") == (first, False)
-    rank.end(first)
-    assert rank.order(order_id="o") == (first, False)
-    assert rank.receive(1) is not first
-
-
 @pytest.mark.parametrize(
     "otherwise",
     [{"order": replace(ORDER, way="direct")}, {"request_id": "s"}, {"number": 1}, {"brought": {0: _into(0)}}],
@@ -127,21 +119,6 @@ def test_an_order_that_comes_again_while_it_is_under_way_is_the_same(rank: Rank)
     assert rank.order() == (first, False) == rank.order(number=4)
     with refused("order_conflict", "was ordered already, otherwise"):
         rank.order(replace(ORDER, way="direct"))
-
-
-def test_an_order_that_names_no_attempt_waits_after_the_end_for_the_next_reservation(rank: Rank) -> None:
-    """Otherwise it is told that it is done though nothing has moved for it."""
-    rank.source.publish("r", range(2))
-    first = rank.receive(1, order=ORDER)
-    rank.world.run()
-    assert first.state is TransferState.DONE
-    second, new = rank.order()
-    assert new and second is not first
-    assert (second.state, second.waits_for) == (TransferState.WAITING, Awaited.RESERVATION)
-    rank.source.publish("r", range(2))
-    assert rank.receive(2, first=2) is second
-    rank.world.run()
-    assert second.state is TransferState.DONE and (first.lease, second.lease) == (1, 2)
 
 
 def test_an_order_that_names_an_attempt_that_has_ended_is_told_of_that_one(rank: Rank) -> None:

@@ -175,21 +175,6 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def test_what_is_ordered_at_each_rank_is_one_transfer_of_rank_0(ranks: Ranks) -> None:
-    asked = [ranks.order(rank) for rank in range(len(RANKS))]
-    ranks.world.run(500)
-    (transfer,) = ranks.daemons[0].ferry.jobs
-    assert {each.result() for each in asked} == {transfer.transfer_id}
-    assert not any(list(daemon.ferry.jobs) for daemon in ranks.daemons[1:]), "handed on before its attempt is known"
-    assert ranks.reserve(0) is transfer
-    ranks.world.run(500)
-    assert {share.state for share in transfer.ranks.values()} == {TransferState.WAITING}
-    ranks.stop(transfer)
-    ranks.world.run(500)
-    assert transfer.over
-    assert all(each.ended.is_set() for daemon in ranks.daemons for each in daemon.ferry.jobs)
-
-
 def test_an_order_that_takes_no_time_costs_rank_0_one_message_of_each_other_rank(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,18 +244,6 @@ def test_a_rank_whose_stream_breaks_is_asked_again_and_its_end_is_known(ranks: R
     ranks.world.loop.pass_time(2.0)
     ranks.world.run(5000)
     assert part.state is TransferState.DONE and transfer.state_of_all is TransferState.DONE, transfer.problem
-
-
-def test_a_rank_that_is_lost_is_never_done_at_the_leader_and_goes_on(ranks: Ranks) -> None:
-    ranks.publish(0)
-    transfer, part = ranks.own(0), ranks.own(1)
-    ranks.own(2)
-    ranks.world.processes.pop(RANKS[1])
-    ranks.come_to_rest()
-    assert part.ended.is_set() and transfer.state is TransferState.DONE
-    share = transfer.ranks[1]
-    assert share.error is not None and (share.error.code, share.error.value) == ("rank_lost", "1")
-    assert (transfer.over, transfer.state_of_all) == (True, TransferState.FAILED)
 
 
 def test_ranks_that_read_by_two_orders_with_tables_have_not_read_a_lease_together(ranks: Ranks) -> None:
