@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import pytest
 from rendered import (
     PLACED,
     SCHEDULED,
@@ -24,6 +25,7 @@ from rendered import (
     set_variable,
     variable,
 )
+from test_schemas import BEFORE_DRA, VERSIONS, check
 
 import kvferry
 from kvferry.errors import KvferryError
@@ -69,15 +71,29 @@ class Policy:
         return (not self.only or self.only in has) and self.but not in has
 
 
-POLICIES: list[Policy] = []
+class Policies(list[Policy]):
+    """Called as a decorator it takes a check in."""
+
+    def __call__(self, *, only: str = "", but: str = "-", **lose: Loss) -> Callable[[Check], Check]:
+        def add(check: Check) -> Check:
+            self.append(Policy(check, lose, only, but))
+            return check
+
+        return add
+
+    def faults(self, cluster: Cluster) -> list[str]:
+        """Of two engines, whose resources every version of Kubernetes takes."""
+        assert len(cluster.engines) == 2
+        for resource in cluster.resources:
+            check(resource, [*VERSIONS, *BEFORE_DRA])
+        return [fault for each in self for fault in each.check(cluster)]
+
+    def lost(self) -> list[Any]:
+        """Each point of each, for parametrize."""
+        return [pytest.param(each, lost, id=f"{each.name}-{lost}") for each in self for lost in each.lose]
 
 
-def policy(*, only: str = "", but: str = "-", **lose: Loss) -> Callable[[Check], Check]:
-    def add(check: Check) -> Check:
-        POLICIES.append(Policy(check, lose, only, but))
-        return check
-
-    return add
+POLICIES = policy = Policies()
 
 
 def daemons(cluster: Cluster) -> Iterator[tuple[Engine, Resource]]:

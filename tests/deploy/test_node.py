@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from policies import Check, Loss, Policy, drop, put
+from policies import Loss, Policies, Policy, drop, on_engine, put
 from rendered import Cluster, Engine, Resource, argument, helm, kustomize, set_variable, variable
-from test_schemas import BEFORE_DRA, VERSIONS, check
 
 from kvferry.sglang.options import PREFIX
 from kvferry.sockets import GPU_UUID
@@ -24,15 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "elsewhere": {**NODE, "node": {"folder": "/var/run/kv", "gpus": 4}, "front": {"kind": "llm-d"}},
 }
 GPUS = "nvidia.com/gpu"
-POLICIES: list[Policy] = []
-
-
-def policy(**lose: Loss) -> Callable[[Check], Check]:
-    def add(check: Check) -> Check:
-        POLICIES.append(Policy(check, lose))
-        return check
-
-    return add
+policy = Policies()
 
 
 def pod_of(cluster: Cluster) -> Resource:
@@ -51,10 +42,6 @@ def on_pod(change: Callable[[Resource], object]) -> Loss:
 
 def on_daemons(change: Callable[[Resource], object]) -> Loss:
     return lambda cluster: change(daemons_of(cluster))
-
-
-def on_engine(change: Callable[[Engine], object]) -> Loss:
-    return lambda cluster: change(cluster.engines[0])
 
 
 def mount_of(container: Resource) -> Resource:
@@ -313,17 +300,10 @@ def rendered(variant: str) -> Cluster:
 
 @pytest.mark.parametrize("variant", [*VARIANTS, OVERLAY])
 def test_every_policy_is_kept(variant: str) -> None:
-    cluster = rendered(variant)
-    assert len(cluster.engines) == 2
-    for resource in cluster.resources:
-        check(resource, [*VERSIONS, *BEFORE_DRA])
-    assert [fault for each in POLICIES for fault in each.check(cluster)] == []
+    assert policy.faults(rendered(variant)) == []
 
 
-LOST = [pytest.param(each, lost, id=f"{each.name}-{lost}") for each in POLICIES for lost in each.lose]
-
-
-@pytest.mark.parametrize(("policy", "lost"), LOST)
+@pytest.mark.parametrize(("policy", "lost"), policy.lost())
 def test_a_policy_notices_what_is_removed(policy: Policy, lost: str) -> None:
     cluster = rendered("vllm")
     policy.lose[lost](cluster)

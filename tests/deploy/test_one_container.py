@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from policies import Check, Loss, Policy, put
+from policies import Loss, Policies, Policy, on_engine, put
 from rendered import Cluster, Engine, Resource, helm, set_variable, variable
-from test_schemas import BEFORE_DRA, VERSIONS, check
 
 from kvferry.errors import KvferryError
 from kvferryd.run.children import BEYOND_DRAIN_S
@@ -27,19 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 GPUS = "nvidia.com/gpu"
 FILES = ("KVFERRY_TOKEN_FILE", "KVFERRY_PEER_SECRET_FILE", "KVFERRY_TLS_CERT", "KVFERRY_TLS_KEY", "KVFERRY_TLS_CA")
-POLICIES: list[Policy] = []
-
-
-def policy(**lose: Loss) -> Callable[[Check], Check]:
-    def add(check: Check) -> Check:
-        POLICIES.append(Policy(check, lose))
-        return check
-
-    return add
-
-
-def on_engine(change: Callable[[Engine], object]) -> Loss:
-    return lambda cluster: change(cluster.engines[0])
+policy = Policies()
 
 
 def on_container(change: Callable[[Resource], object]) -> Loss:
@@ -172,17 +159,10 @@ def rendered(variant: str) -> Cluster:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_policy_is_kept(variant: str) -> None:
-    cluster = rendered(variant)
-    assert len(cluster.engines) == 2
-    for resource in cluster.resources:
-        check(resource, [*VERSIONS, *BEFORE_DRA])
-    assert [fault for each in POLICIES for fault in each.check(cluster)] == []
+    assert policy.faults(rendered(variant)) == []
 
 
-LOST = [pytest.param(each, lost, id=f"{each.name}-{lost}") for each in POLICIES for lost in each.lose]
-
-
-@pytest.mark.parametrize(("policy", "lost"), LOST)
+@pytest.mark.parametrize(("policy", "lost"), policy.lost())
 def test_a_policy_notices_what_is_removed(policy: Policy, lost: str) -> None:
     cluster = rendered("vllm")
     policy.lose[lost](cluster)

@@ -8,13 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fleet import TIMEOUT_S, ByHand, peer_stub
-from ranks import Kv, TestEngine
+from ranks import TestEngine
 
-from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
 from kvferry.tables import Tables
 from kvferry.v1 import layout_pb2, peer_pb2
-from kvferry.wire import manifest_to_proto, problem_from_proto, tables_from_proto
+from kvferry.wire import manifest_to_proto, tables_from_proto
 from kvferryd.staging.share import packs, share_of
 
 CHUNK = 16 << 10
@@ -41,13 +40,6 @@ class Hog:
         assert reply.HasField("pack"), reply
         return reply.pack
 
-    async def refused(self, **said: object) -> KvferryError:
-        """Why that is not done."""
-        await self.pack(**said)
-        while not (reply := await self.hears()).HasField("problem"):
-            pass
-        return problem_from_proto(reply.problem)
-
     async def packed(self, chunks: int, **said: object) -> list[peer_pb2.Packed]:
         """Say this and hear of so many chunks that are packed."""
         await self.pack(**said)
@@ -72,8 +64,7 @@ class Hog:
 @asynccontextmanager
 async def hog(source: TestEngine, own: Manifest, request_id: str, tokens: int) -> AsyncIterator[Hog]:
     """It has a lease of its own open."""
-    kv, blocks = Kv.random(tokens), source.take(tokens)
-    source.write(kv, blocks)
+    _, blocks = source.filled(tokens)
     await source.publish(request_id, blocks, tokens)
     manifests = [rank.manifest for rank in source.ranks]
     async with peer_stub(source.daemons[0]) as stub:

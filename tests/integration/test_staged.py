@@ -12,15 +12,14 @@ import httpx
 import pytest
 from fleet import Daemons, peer_stub, until
 from hog import READING, hog
-from pair import MANY, TOKENS, Pair, prewarmed
+from pair import MANY, TOKENS, Pair, prefilled, prewarmed
 from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from slots import Outcomes, failed, gauge, idle, reading
 
 from kvferry.engine import TransferFailed
-from kvferry.manifest.model import MOST
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState, TransferState
-from kvferry.v1 import layout_pb2, peer_pb2
+from kvferry.v1 import peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd.staging.share import PAIRINGS
 
@@ -55,8 +54,7 @@ async def moves(source: TestEngine, reader: TestEngine, router: RouterClient, re
     """Publish, receive, compare every byte; the way it went."""
     kv, blocks, published = Kv.random(tokens), reader.take(tokens), source.take(tokens)
     source.write(kv, published)
-    expected = reader.snapshot()
-    reader.write_into(expected, kv, blocks)
+    expected = reader.expecting(kv, blocks)
     leases = await source.publish(request_id, published, tokens, metadata=b"first")
     received = await reader.receive(request_id, blocks, source=source.source())
     assert not reader.differences(expected)
@@ -117,12 +115,9 @@ async def test_blocks_that_were_packed_for_a_reader_that_fails_are_packed_again_
 
 
 async def test_a_lease_is_released_only_when_all_its_readers_have_been_packed(staged: Pair, request_id: str) -> None:
-    kv, published = Kv.random(TOKENS), staged.prefill.take(TOKENS)
-    staged.prefill.write(kv, published)
-    leases = await staged.prefill.publish(request_id, published, TOKENS, readers=2)
+    kv, leases = await prefilled(staged, request_id, readers=2)
     blocks = staged.decode.take(TOKENS)
-    expected = staged.decode.snapshot()
-    staged.decode.write_into(expected, kv, blocks)
+    expected = staged.decode.expecting(kv, blocks)
     await staged.decode.receive(request_id, blocks, source=staged.prefill.source())
     assert not staged.decode.differences(expected)
     assert request_id in {lease.request_id for lease in await staged.prefill_routers[0].leases()}
@@ -140,23 +135,17 @@ async def test_what_is_not_the_last_of_a_lease_does_not_release_it(staged: Pair,
 async def test_a_prefix_that_is_cached_is_not_touched(
     staged: Pair, request_id: str, first_token: int, start: int
 ) -> None:
-    kv, source = Kv.random(TOKENS), staged.prefill.take(TOKENS)
-    staged.prefill.write(kv, source)
-    await staged.prefill.publish(request_id, source, TOKENS)
+    kv, _ = await prefilled(staged, request_id)
     blocks = staged.decode.take(TOKENS, first_token)
-    expected = staged.decode.snapshot()
-    staged.decode.write_into(expected, kv, blocks, (start, TOKENS))
+    expected = staged.decode.expecting(kv, blocks, (start, TOKENS))
     await staged.decode.receive(request_id, blocks, (start, TOKENS), source=staged.prefill.source())
     assert not staged.decode.differences(expected)
 
 
 async def test_a_group_that_is_wholly_cached_is_not_moved(staged: Pair, request_id: str) -> None:
-    kv, source = Kv.random(TOKENS), staged.prefill.take(TOKENS)
-    staged.prefill.write(kv, source)
-    await staged.prefill.publish(request_id, source, TOKENS)
+    kv, _ = await prefilled(staged, request_id)
     blocks = staged.decode.take(TOKENS, paged=False)
-    expected = staged.decode.snapshot()
-    staged.decode.write_into(expected, kv, blocks)
+    expected = staged.decode.expecting(kv, blocks)
     received = await staged.decode.receive(request_id, blocks, (0, TOKENS), source=staged.prefill.source())
     assert not staged.decode.differences(expected)
     assert sum(each.nbytes for each in received) == STATE_NBYTES
@@ -249,8 +238,7 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
 ) -> None:
     (daemon,) = await daemons.start("staged-victim", 1, *FLAGS)
     reader = await TestEngine.start("staged-victim", [daemon], Shape.tp(1, num_blocks=640))
-    kv, source = Kv.random(MANY), staged.prefill.take(MANY)
-    staged.prefill.write(kv, source)
+    _, source = staged.prefill.filled(MANY)
     await staged.prefill.publish(request_id, source, MANY)
     receiving = asyncio.create_task(reader.outcomes(request_id, reader.take(MANY), source=staged.prefill.source()))
     async with RouterClient(daemon.url) as router:
@@ -258,36 +246,6 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
     daemon.signal(signal.SIGKILL)
     await receiving
     await idle(staged.daemons)
-
-
-@pytest.mark.parametrize(
-    ("code", "fields"),
-    [
-        ("lease_changed", {"word": 1}), ("unknown_pairing", {"pairing": "another"}), ("lease_version", {"version": 9}),
-        ("malformed_pack", {"chunk_nbytes": 1 << 30}), ("malformed_pack", {"chunk_nbytes": 1}),
-        ("malformed_pack", {"tables": {str(group): peer_pb2.TableShape() for group in range(1 + MOST["groups"])}}),
-        ("cut_differs", {"chunks": 2}), ("cut_differs", {"nbytes": 2}),
-        ("tokens_unpublished", {"tokens": layout_pb2.TokenRange(start=0, stop=MANY)}),
-        ("malformed_tables", {"tokens": layout_pb2.TokenRange(start=9, stop=1)}),
-    ],
-)  # fmt: skip
-async def test_who_asks_for_what_is_not_its_own_is_refused_and_may_ask_again(
-    staged: Pair, request_id: str, code: str, fields: dict[str, object]
-) -> None:
-    async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other:
-        wrong = peer_pb2.PackOpen()
-        wrong.CopyFrom(other.opening)
-        wrong.MergeFrom(peer_pb2.PackOpen(**fields))
-        assert (await other.refused(open=wrong, want=[0])).code == code
-        await other.packed(1, packing=2, open=other.opening, want=[0])
-
-
-@pytest.mark.parametrize("said", [{"want": [0, 0]}, {"want": [999]}, {"read": [0]}, {"vouch": True}], ids=str)
-async def test_who_asks_for_what_there_is_not_is_refused(
-    staged: Pair, request_id: str, said: dict[str, list[int]]
-) -> None:
-    async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other:
-        assert (await other.refused(open=other.opening, **said)).code == "malformed_pack"
 
 
 async def test_a_lease_that_has_ended_is_not_packed_and_the_stream_goes_on(staged: Pair, request_id: str) -> None:
@@ -365,8 +323,7 @@ async def test_what_is_published_anew_is_packed_and_not_what_was_announced_befor
         assert await old.ended() is LeaseState.REVOKED
         kv, published, blocks = Kv.random(80), source.take(80), reader.take(80)
         source.write(kv, published)
-        expected = reader.snapshot()
-        reader.write_into(expected, kv, blocks)
+        expected = reader.expecting(kv, blocks)
         await source.publish(request_id, published, 40, more=True)  # progressive leases are not announced
         await source.publish(request_id, published, 80)
         await reader.receive(request_id, blocks, source=source.source())
@@ -407,8 +364,7 @@ async def hogged(pair: Pair, request_id: str) -> AsyncIterator[None]:
 
 async def stuck(pair: Pair, source: TestEngine, request_id: str, **more: float) -> asyncio.Task[Outcomes]:
     """A transfer that reads and waits for a slot of the source."""
-    kv, published = Kv.random(MANY), source.take(MANY)
-    source.write(kv, published)
+    _, published = source.filled(MANY)
     await source.publish(request_id, published, MANY)
     blocks = pair.decode.take(MANY)
     receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks, source=source.source(), **more))

@@ -15,12 +15,13 @@ from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest
+from kvferry.manifest.model import MOST
 from kvferry.protocol import packing
 from kvferry.protocol.events import Pack
 from kvferry.protocol.packing import UNREAD, Packing
 from kvferry.protocol.packing_events import At, Cut, Forget, Gathered, Want, WasCut
 from kvferry.protocol.values import Publication, ReaderId, Reading, Terms, View
-from kvferry.v1 import peer_pb2
+from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd import aio
 from kvferryd.copy import Chunk
@@ -65,7 +66,7 @@ class Reader:
         self.leases.publish("r", 1, WHOLE, ttl_s=60, readers=1)
         lease = self.leases.get("r")
         assert lease is not None
-        opening.word = lease.terms.word
+        opening.word = opening.word or lease.terms.word
         self._saying: asyncio.Queue[peer_pb2.ReadRequest] = asyncio.Queue()
         who, retired = ReaderId("decode", "1", 0, 1), asyncio.Event()
         self._served = ServedStream(self.leases, who, gatherer, retired, announcing=False)
@@ -288,11 +289,20 @@ async def test_a_copy_that_cannot_begin_ends_the_packing_with_a_reason(
     assert not arena.used_nbytes
 
 
-@pytest.mark.parametrize("change", [{"chunks": 7}, {"pairing": "forgotten"}, {"chunk_nbytes": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        ("lease_changed", {"word": 1}), ("unknown_pairing", {"pairing": "another"}), ("lease_version", {"version": 9}),
+        ("malformed_pack", {"chunk_nbytes": 1 << 30}), ("malformed_pack", {"chunk_nbytes": 1}),
+        ("malformed_pack", {"tables": {str(group): peer_pb2.TableShape() for group in range(1 + MOST["groups"])}}),
+        ("cut_differs", {"chunks": 7}), ("cut_differs", {"nbytes": 2}),
+        ("tokens_unpublished", {"tokens": layout_pb2.TokenRange(start=0, stop=1000)}),
+        ("malformed_tables", {"tokens": layout_pb2.TokenRange(start=9, stop=1)}),
+    ],
+)  # fmt: skip
 async def test_chunks_that_cannot_be_cut_as_the_reader_has_are_refused(
-    readers: Readers, arena: Arena, change: dict[str, Any]
+    readers: Readers, arena: Arena, code: str, change: dict[str, Any]
 ) -> None:
-    code = {"chunks": "cut_differs", "pairing": "unknown_pairing", "chunk_nbytes": "malformed_pack"}[next(iter(change))]
     reader = readers(arena, **change)
     reader.wants([0])
     assert await reader.refused() == code
