@@ -33,8 +33,7 @@ class Scene:
     again: Callable[[DaemonService], DaemonService]
 
     async def published(self, request_id: str) -> tuple[Kv, Lease]:
-        kv, blocks = Kv.random(TOKENS), self.source.take(TOKENS)
-        self.source.write(kv, blocks)
+        kv, blocks = self.source.filled(TOKENS)
         (lease,) = await self.source.publish(request_id, blocks, TOKENS)
         return kv, lease
 

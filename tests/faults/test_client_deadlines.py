@@ -92,32 +92,22 @@ async def test_a_command_ends_when_its_daemon_stands_still(
     await published(engine, request_id)
 
 
-async def test_a_publish_after_one_that_was_not_answered_is_another_lease(engine: TestEngine, request_id: str) -> None:
+@pytest.mark.parametrize("how", [Unsettled, asyncio.CancelledError], ids=["not answered", "cancelled"])
+async def test_a_publish_after_one_that_has_no_answer_is_another_lease(
+    engine: TestEngine, request_id: str, how: type[BaseException]
+) -> None:
     """Else its engine would take it for over as the first one ends, and reuse blocks that are served."""
     client = engine.ranks[0].client
-    with stands_still(engine):
-        with pytest.raises(Unsettled):
-            await client.publish(request_id, BLOCKS.tables(), 50)
+    with stands_still(engine) if how is Unsettled else stopped(engine.daemons[0].process.pid):
+        first = asyncio.create_task(client.publish(request_id, BLOCKS.tables(), 50))
+        await asyncio.sleep(0)
+        if how is asyncio.CancelledError:
+            first.cancel()
+        with pytest.raises(how):
+            await first
         client._session.call_timeout_s = TIMEOUT_S
-        publishing = asyncio.create_task(client.publish(request_id, BLOCKS.tables(), 50))
-        await asyncio.sleep(0)  # it is said now
-    lease = await publishing
-    assert not lease.over
-    await client.abort(request_id)
-    async with asyncio.timeout(TIMEOUT_S):
-        assert await lease.ended() is LeaseState.REVOKED
-
-
-async def test_a_publish_after_one_that_was_cancelled_is_another_lease(engine: TestEngine, request_id: str) -> None:
-    client = engine.ranks[0].client
-    with stopped(engine.daemons[0].process.pid):
-        cancelled = asyncio.create_task(client.publish(request_id, BLOCKS.tables(), 50))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
         publishing = asyncio.create_task(client.publish(request_id, BLOCKS.tables(), 20))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it is said now
     lease = await publishing
     assert not lease.over
     await client.abort(request_id)

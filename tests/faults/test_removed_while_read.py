@@ -33,26 +33,18 @@ async def stopped_while_read(source: Source, reader: Reader) -> Read:
     return read
 
 
-async def test_it_is_unloaded_when_its_last_read_is_quiet() -> None:
+@pytest.mark.parametrize("again", [False, True])
+async def test_it_is_unloaded_when_its_last_read_is_quiet_unless_it_was_added_again(*, again: bool) -> None:
     with a_source() as source:
         async with a_reader(source) as reader, asyncio.timeout(WAIT_S):
             read = await stopped_while_read(source, reader)
             await reader.agent.remove_peer(source.name)
+            if again:
+                await reader.agent.add_peer(source.peer)
             source.process.send_signal(signal.SIGCONT)
             await read.quiet
-            with pytest.raises(TransportError):
-                await reader.agent.peek(source.name, source.word(1))
-
-
-async def test_one_that_is_added_again_meanwhile_stays() -> None:
-    with a_source() as source:
-        async with a_reader(source) as reader, asyncio.timeout(WAIT_S):
-            read = await stopped_while_read(source, reader)
-            await reader.agent.remove_peer(source.name)
-            await reader.agent.add_peer(source.peer)
-            source.process.send_signal(signal.SIGCONT)
-            await read.quiet
-            assert await reader.agent.peek(source.name, source.word(7)) == 7
-            await reader.agent.remove_peer(source.name)
+            if again:
+                assert await reader.agent.peek(source.name, source.word(7)) == 7
+                await reader.agent.remove_peer(source.name)
             with pytest.raises(TransportError):
                 await reader.agent.peek(source.name, source.word(7))

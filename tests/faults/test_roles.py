@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fleet import SPOKEN, TIMEOUT_S, ByHand, Daemons, Joining, ended, peer_stub, refusal, serving, until
 from lives import engine_on, published, receives
-from ranks import Blocks, Kv, Shape, TestEngine
+from ranks import Blocks, Shape, TestEngine
 
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState, OrderBody, TransferState
@@ -101,8 +101,7 @@ async def test_an_engine_of_one_rank_takes_orders_of_no_peer(scene: Scene) -> No
 async def test_a_stranger_ends_no_transfer(
     scene: Scene, stranger: peer_pb2_grpc.PeerAsyncStub, key: bytes, request_id: str
 ) -> None:
-    kv, blocks = Kv.random(50), scene.source.take(50)
-    scene.source.write(kv, blocks)
+    kv, blocks = scene.source.filled(50)
     await scene.source.publish(request_id, blocks, 20, more=True)
     receiving = asyncio.create_task(receives(scene.reader, request_id, kv, scene.source.source()))
 
@@ -216,8 +215,7 @@ async def test_who_knows_a_requests_id_does_not_end_what_another_reads(
     scene: Scene, request_id: str, name: str
 ) -> None:
     """Nor counts as that reader, nor keeps it out: a reader has a key, which only its ranks and the source know."""
-    kv, blocks = Kv.random(50), scene.source.take(50)
-    scene.source.write(kv, blocks)
+    kv, blocks = scene.source.filled(50)
     told = peer_pb2.Reader(engine_id="stranger", epoch="1", rank=0, world_size=1)
     if name == "the reader's name":
         told = peer_pb2.Reader(engine_id="roles-r", epoch=scene.reader.epoch, rank=0, world_size=2)

@@ -18,7 +18,7 @@ from authority import DAY, NOW, Authority, replace
 from fleet import TIMEOUT_S, ByHand, Daemons, refusal, under_way, until
 from lives import TP1, engine_on, published, receives
 from pair import is_in
-from ranks import Kv, Shape, TestEngine
+from ranks import Shape, TestEngine
 from test_peer_secret import answer_to, prewarm
 
 from kvferry.engine import TransferFailed
@@ -115,8 +115,7 @@ async def test_what_daemons_prove_is_changed_without_a_failed_transfer(
             number = next(numbers)
             kv, _ = await published(source, f"r{number}")
             blocks = reader.take(kv.tokens)
-            expected = reader.snapshot()
-            reader.write_into(expected, kv, blocks)
+            expected = reader.expecting(kv, blocks)
             receiving = asyncio.create_task(reader.receive(f"r{number}", blocks))
             await router.order(OrderBody(request_id=f"r{number}", source=source.source()))  # rank 0 hands it on
             await receiving
@@ -263,8 +262,7 @@ async def test_who_is_left_with_an_old_secret_is_cut_off_in_connections_that_sta
     for number, each in enumerate((source, behind)):
         kv, _ = await published(each, f"first-{number}")
         await receives(reader, f"first-{number}", kv, each.source())
-    kv, blocks = Kv.random(50), behind.take(50)
-    behind.write(kv, blocks)
+    kv, blocks = behind.filled(50)
     await behind.publish("long", blocks, 20, more=True)
     reading = asyncio.create_task(receives(reader, "long", kv, behind.source()))
     await until(lambda: is_in(router, "long", TransferState.READING), "it is read")

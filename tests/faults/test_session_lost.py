@@ -163,8 +163,7 @@ async def test_an_engine_takes_up_its_memory_and_its_epoch_again(
         kv, blocks, reserved = Kv.random(50), reader.take(50), reader.take(50)
         TP1.write(0, region.array(), kv, blocks, (0, 50), True)
         lease = await asyncio.to_thread(client.publish, f"{request_id}-{attempt}", blocks.tables(), 50)
-        expected = reader.snapshot()
-        reader.write_into(expected, kv, reserved)
+        expected = reader.expecting(kv, reserved)
         await reader.receive(f"{request_id}-{attempt}", reserved, source=source)
         assert not reader.differences(expected)
         assert (await asyncio.wait_for(asyncio.wrap_future(lease.ended), TIMEOUT_S)).ended

@@ -71,8 +71,7 @@ class TcpPair:
 
     async def published(self, request_id: str, tokens: int = TOKENS) -> tuple[Kv, Blocks, Lease]:
         """Random KV in the source's cache."""
-        kv, blocks = Kv.random(tokens), self.source.take(tokens)
-        self.source.write(kv, blocks)
+        kv, blocks = self.source.filled(tokens)
         (lease,) = await self.source.publish(request_id, blocks, tokens)
         return kv, blocks, lease
 

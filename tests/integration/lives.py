@@ -46,14 +46,12 @@ async def killable(
 
 
 async def published(engine: TestEngine, request_id: str, **more: float) -> tuple[Kv, list]:  # type: ignore[type-arg]
-    kv, blocks = Kv.random(50), engine.take(50)
-    engine.write(kv, blocks)
+    kv, blocks = engine.filled(50)
     return kv, await engine.publish(request_id, blocks, 50, **more)
 
 
 async def receives(reader: TestEngine, request_id: str, kv: Kv, source: SourceBody) -> None:
     blocks = reader.take(kv.tokens)
-    expected = reader.snapshot()
-    reader.write_into(expected, kv, blocks)
+    expected = reader.expecting(kv, blocks)
     await reader.receive(request_id, blocks, source=source)
     assert not reader.differences(expected)

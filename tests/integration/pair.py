@@ -37,15 +37,13 @@ class Pair:
 
 async def prefilled(pair: Pair, request_id: str, tokens: int = TOKENS, **more: Any) -> tuple[Kv, list[Lease]]:
     """KV in the prefill engine's cache, published."""
-    kv, blocks = Kv.random(tokens), pair.prefill.take(tokens)
-    pair.prefill.write(kv, blocks)
+    kv, blocks = pair.prefill.filled(tokens)
     return kv, await pair.prefill.publish(request_id, blocks, tokens, **more)
 
 
 async def half_published(pair: Pair, request_id: str) -> Blocks:
     """The first few of MANY tokens are published: readers wait for the others."""
-    kv, blocks = Kv.random(MANY), pair.prefill.take(MANY)
-    pair.prefill.write(kv, blocks)
+    _, blocks = pair.prefill.filled(MANY)
     await pair.prefill.publish(request_id, blocks, 10, more=True)
     return blocks
 

@@ -228,20 +228,29 @@ class TestEngine:
         self.write_into([rank.memory for rank in self.ranks], kv, blocks, tokens, state=state)
 
     def write_into(
-        self,
-        memories: Sequence[Bytes],
-        kv: Kv,
-        blocks: Blocks,
-        tokens: tuple[int, int] | None = None,
-        *,
+        self, memories: Sequence[Bytes], kv: Kv, blocks: Blocks, tokens: tuple[int, int] | None = None, *,
         state: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         for rank, memory in enumerate(memories):
             self.shape.write(rank, memory, kv, blocks, tokens or (0, kv.tokens), state)
 
     def snapshot(self) -> list[Bytes]:
         """A copy of every rank's memory: what it must look like later, once `write_into` has added to it."""
         return [rank.memory.copy() for rank in self.ranks]
+
+    def expecting(
+        self, kv: Kv, blocks: Blocks, tokens: tuple[int, int] | None = None, *, state: bool = True
+    ) -> list[Bytes]:
+        """As every rank's memory is once these blocks have got that, and nothing else has changed."""
+        memories = self.snapshot()
+        self.write_into(memories, kv, blocks, tokens, state=state)
+        return memories
+
+    def filled(self, tokens: int) -> tuple[Kv, Blocks]:
+        """KV, and the blocks in which it lies."""
+        kv, blocks = Kv.random(tokens), self.take(tokens)
+        self.write(kv, blocks)
+        return kv, blocks
 
     def differences(self, expected: Sequence[Bytes]) -> str:
         """Where memory is not as expected, to the element; empty if nowhere."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, until
 from lives import engine_on, published, receives
-from ranks import Kv, TestEngine
+from ranks import TestEngine
 
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
@@ -74,8 +74,7 @@ async def test_what_is_published_anew_is_read_and_not_what_was_announced_before(
     _, old = await published(two.source, request_id)
     await two.router.revoke_lease(request_id)
     assert await old[0].ended() is LeaseState.REVOKED
-    kv, blocks = Kv.random(80), two.source.take(80)
-    two.source.write(kv, blocks)
+    kv, blocks = two.source.filled(80)
     await two.source.publish(request_id, blocks, 40, more=True)  # progressive leases are not announced
     await two.source.publish(request_id, blocks, 80)
     await receives(two.reader, request_id, kv, two.source.source())

@@ -31,8 +31,7 @@ async def moves(source: TestEngine, reader: TestEngine, router: RouterClient, re
     """Publish, receive, compare every byte; the way it went."""
     kv, blocks, published = Kv.random(tokens), reader.take(tokens), source.take(tokens)
     source.write(kv, published)
-    expected = reader.snapshot()
-    reader.write_into(expected, kv, blocks)
+    expected = reader.expecting(kv, blocks)
     await source.publish(request_id, published, tokens)
     await reader.receive(request_id, blocks, source=source.source())
     assert not reader.differences(expected)

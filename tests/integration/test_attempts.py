@@ -10,7 +10,7 @@ import pytest
 from fleet import TIMEOUT_S, Daemons, retired, until
 from lives import engine_on
 from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled, waits_for
-from ranks import Blocks, Kv, Shape, TestEngine
+from ranks import Blocks, Shape, TestEngine
 
 from kvferry.engine import EngineClient, Received
 from kvferry.errors import KvferryError
@@ -209,8 +209,7 @@ async def test_a_reader_of_one_rank_reads_one_lease_of_both_ranks_of_the_source(
     reader, router = await engine_on(stack, "one-of-two", near, ONE)
     await prefilled(pair, request_id)
     first, second = (rank.client for rank in pair.prefill.ranks)
-    kv, theirs = Kv.random(TOKENS), pair.prefill.take(TOKENS)
-    pair.prefill.write(kv, theirs)
+    kv, theirs = pair.prefill.filled(TOKENS)
     number = pair.prefill.next_lease()
     await first.publish(request_id, theirs.tables(), TOKENS, lease=number)
     blocks, expected = reader.take(TOKENS), reader.snapshot()
@@ -232,8 +231,7 @@ async def test_ranks_of_the_source_may_publish_one_after_another_and_at_differen
     pair: Pair, request_id: str, named: bool
 ) -> None:
     """As stages of a pipeline do."""
-    kv, theirs = Kv.random(TOKENS), pair.prefill.take(TOKENS)
-    pair.prefill.write(kv, theirs)
+    kv, theirs = pair.prefill.filled(TOKENS)
     blocks, expected, number = pair.decode.take(TOKENS), pair.decode.snapshot(), pair.prefill.next_lease()
     pair.decode.write_into(expected, kv, blocks)
     first, second = (rank.client for rank in pair.prefill.ranks)

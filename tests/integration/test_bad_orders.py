@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pair import Pair
-from ranks import Kv, TestEngine
+from ranks import TestEngine
 from victim import NOWHERE, SHAPE, Victim, unused_address
 
 from kvferry.engine import TransferFailed
@@ -156,8 +156,7 @@ async def test_an_engine_of_another_model_is_refused_with_both_values(
     victim: Victim, far: DaemonService, request_id: str
 ) -> None:
     stranger = await TestEngine.start("stranger", [far], SHAPE, fingerprint="another model")
-    kv, blocks = Kv.random(10), stranger.take(10)
-    stranger.write(kv, blocks)
+    _, blocks = stranger.filled(10)
     await stranger.publish(request_id, blocks, 10)
     with pytest.raises(DaemonError) as refused:
         await victim.router.prewarm(PeerRequest(engine_id="stranger", address=stranger.address))

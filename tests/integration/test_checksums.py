@@ -45,8 +45,7 @@ async def scene(shared_daemons: Daemons) -> AsyncIterator[Scene]:
 
 
 def written(engine: TestEngine, tokens: int = ALL) -> tuple[Kv, Blocks]:
-    kv, blocks = Kv.random(tokens), engine.take(tokens)
-    engine.write(kv, blocks)
+    kv, blocks = engine.filled(tokens)
     return kv, blocks
 
 
@@ -55,8 +54,7 @@ async def test_what_arrives_whole_is_done(scene: Scene, request_id: str, way: st
     kv, blocks = written(scene.source)
     leases = await scene.source.publish(request_id, blocks, ALL)
     reserved = scene.reader.take(ALL)
-    expected = scene.reader.snapshot()
-    scene.reader.write_into(expected, kv, reserved)
+    expected = scene.reader.expecting(kv, reserved)
     await scene.reader.receive(request_id, reserved, source=scene.source.source(), way=way)
     assert not scene.reader.differences(expected)
     await asyncio.gather(*(lease.ended() for lease in leases))

@@ -31,8 +31,7 @@ async def test_a_lease_for_two_readers_is_released_by_the_second(
     (held,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
     assert held.state is LeaseState.PUBLISHED
     blocks = third.take(TOKENS)
-    expected = third.snapshot()
-    third.write_into(expected, kv, blocks)
+    expected = third.expecting(kv, blocks)
     await third.receive(request_id, blocks, source=pair.prefill.source())
     assert not third.differences(expected)
     assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
@@ -77,8 +76,7 @@ async def test_nothing_of_an_old_epoch_is_served_and_the_new_one_is_found(
     kv, blocks, own = Kv.random(50), new.take(50), third.take(50)
     new.write(kv, blocks)
     await new.publish(request_id, blocks, 50)
-    expected = third.snapshot()
-    third.write_into(expected, kv, own)
+    expected = third.expecting(kv, own)
     await third.receive(request_id, own, source=new.source(epoch=new.epoch))
     assert not third.differences(expected)
 
@@ -91,7 +89,6 @@ async def test_a_reader_shakes_hands_anew_by_itself_when_its_source_has_started_
         kv, blocks, own = Kv.random(50), engine.take(50), third.take(50)
         engine.write(kv, blocks)
         await engine.publish(f"{request_id}-{turn}", blocks, 50)
-        expected = third.snapshot()
-        third.write_into(expected, kv, own)
+        expected = third.expecting(kv, own)
         await third.receive(f"{request_id}-{turn}", own, source=engine.source())
         assert not third.differences(expected)

@@ -248,8 +248,7 @@ async def test_memory_without_a_path_is_adopted_both_ways(
     async with engine(far, f"s-{tail}") as source, engine(near, f"d-{tail}") as destination:
         kv, blocks, taken = Kv.random(50), source.take(50), destination.take(50)
         source.write(kv, blocks)
-        expected = destination.snapshot()
-        destination.write_into(expected, kv, taken)
+        expected = destination.expecting(kv, taken)
         await source.publish(request_id, blocks, 50)
         await destination.receive(request_id, taken, source=source.source())
         assert not destination.differences(expected)
@@ -286,8 +285,7 @@ async def test_a_reader_gets_what_was_there_when_the_fence_was_reached(
     async with engine(far, f"s-{tail}") as source, engine(near, f"d-{tail}") as destination:
         fences = await fences_of(source.ranks[0])
         kv, blocks, taken = Kv.random(50), source.take(50), destination.take(50)
-        expected = destination.snapshot()
-        destination.write_into(expected, kv, taken)
+        expected = destination.expecting(kv, taken)
         fence = fences.take()
         (lease,) = await source.publish(request_id, blocks, 50, after=fence)
         receiving = asyncio.create_task(destination.receive(request_id, taken, source=source.source()))

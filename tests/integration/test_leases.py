@@ -62,8 +62,7 @@ async def test_a_publish_that_crosses_the_end_of_its_lease_is_refused_and_the_ne
     pair: Pair, request_id: str
 ) -> None:
     """Else its engine would take the new lease for over, and reuse blocks that are served."""
-    kv, blocks = Kv.random(TOKENS), pair.prefill.take(TOKENS)
-    pair.prefill.write(kv, blocks)
+    _, blocks = pair.prefill.filled(TOKENS)
     before = await pair.prefill.publish(request_id, blocks, 10, more=True)
     revoked_unheard(pair.prefill, request_id)
     number = pair.prefill.lease(request_id)

@@ -47,29 +47,17 @@ def expected(reader: TestEngine, kv: Kv, blocks) -> list[Bytes]:
     return held
 
 
+@pytest.mark.parametrize("chunks", [(), (20, 40)], ids=["at once", "chunk by chunk"])
 async def test_all_behind_the_last_token_is_zero_and_all_before_the_first_as_it_was(
-    both: tuple[TestEngine, TestEngine], request_id: str
+    both: tuple[TestEngine, TestEngine], request_id: str, chunks: tuple[int, ...]
 ) -> None:
     source, reader = both
-    kv, given, blocks = Kv.random(TOKENS[1]), source.take(TOKENS[1]), reader.take(ROOM)
-    source.write(kv, given)
+    (kv, given), blocks, (first, *later) = source.filled(TOKENS[1]), reader.take(ROOM), (*chunks, TOKENS[1])
     wanted = expected(reader, kv, blocks)
-    await source.publish(request_id, given, TOKENS[1])
-    await reader.receive(request_id, blocks, TOKENS, source=source.source(), zero=True)
-    assert reader.differences(wanted) == ""
-
-
-async def test_a_prefill_that_publishes_chunk_by_chunk_leaves_the_same(
-    both: tuple[TestEngine, TestEngine], request_id: str
-) -> None:
-    source, reader = both
-    kv, given, blocks = Kv.random(TOKENS[1]), source.take(TOKENS[1]), reader.take(ROOM)
-    source.write(kv, given)
-    wanted = expected(reader, kv, blocks)
-    await source.publish(request_id, given, 20, more=True)
+    await source.publish(request_id, given, first, more=bool(later))
     receiving = asyncio.create_task(reader.receive(request_id, blocks, TOKENS, source=source.source(), zero=True))
-    await source.publish(request_id, given, 40, more=True)
-    await source.publish(request_id, given, TOKENS[1])
+    for tokens in later:
+        await source.publish(request_id, given, tokens, more=tokens < TOKENS[1])
     await receiving
     assert reader.differences(wanted) == ""
 

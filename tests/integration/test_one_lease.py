@@ -26,8 +26,7 @@ async def test_ranks_that_have_read_in_two_attempts_have_not_read_a_lease_togeth
     await pair.routers[0].abort_transfer(record.transfer_id)  # the other ranks' parts of it, which wait
     await asyncio.gather(*(each.receive(request_id, blocks.tables(), source=source, attempt=2) for each in others))
     assert not any(lease.over for lease in leases)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
     await first.receive(request_id, blocks.tables(), source=source, attempt=2)
     assert pair.decode.differences(expected) == ""
     async with asyncio.timeout(TIMEOUT_S):
@@ -50,8 +49,7 @@ async def test_ranks_that_read_two_publishes_of_a_request_are_not_done(pair: Pai
     for end in ends:
         assert isinstance(end, TransferFailed)
         await end.quiesced()
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
     received = await pair.decode.receive(request_id, blocks, source=source, attempt=2)
     assert {each.lease for each in received} == {pair.prefill.lease(request_id)}
     assert pair.decode.differences(expected) == ""
@@ -66,8 +64,7 @@ async def test_a_request_that_names_its_lease_reads_no_other(pair: Pair, request
     following = named.model_copy(update={"lease": pair.prefill.lease(request_id) + 1})
     waiting = asyncio.create_task(pair.decode.receive(request_id, blocks, source=following, attempt=1))
     kv, _ = await prefilled(pair, request_id)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
     assert {each.lease for each in await waiting} == {following.lease}
     assert pair.decode.differences(expected) == ""
     late = await pair.decode.outcomes(request_id, blocks, source=named, attempt=2)

@@ -60,6 +60,25 @@ class Engine:
         named = SourceBody(engine_id=source.name, address=source.daemon.peer)
         self.client.receive(request_id, BLOCKS.tables(), source=named).result(TIMEOUT_S)
 
+    def has(self, kv: Kv) -> bool:
+        """This, and nothing else."""
+        wanted = np.zeros_like(self.region.array())
+        SHAPE.write(0, wanted, kv, BLOCKS, (0, kv.tokens), True)
+        return bool(np.array_equal(wanted, self.region.array()))
+
+    async def hears(self, *words: str) -> None:
+        for word in words:
+            assert word in await asyncio.to_thread(self.said.get, timeout=TIMEOUT_S)
+
+    async def loses_its_daemon(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.daemon.signal(number)
+        await self.hears("has gone")
+        await asyncio.to_thread(self.daemon.process.wait, TIMEOUT_S)
+
+    async def gets_another(self, daemons: Daemons) -> None:
+        self.daemon = daemons.fleet.again(self.daemon)
+        await self.hears("there again")
+
 
 @pytest.fixture(scope="module")
 async def two(shared_daemons: Daemons) -> list[DaemonService]:
@@ -89,9 +108,7 @@ def exchanged(source: Engine, destination: Engine, request_id: str) -> bool:
     destination.region.array()[:] = 0
     source.publish(request_id, kv)
     destination.receive(request_id, source)
-    wanted = np.zeros_like(destination.region.array())
-    SHAPE.write(0, wanted, kv, BLOCKS, (0, kv.tokens), True)
-    return bool(np.array_equal(wanted, destination.region.array()))
+    return destination.has(kv)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +125,10 @@ async def test_an_engine_attaches_again_when_its_daemon_is_back(
 ) -> None:
     assert await asyncio.to_thread(exchanged, *both, "before")
     engine = both[side]
-    engine.daemon.signal(number)
-    assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
-    await asyncio.to_thread(engine.daemon.process.wait, TIMEOUT_S)
+    await engine.loses_its_daemon(number)
     with pytest.raises(KvferryError, match=r"ended the session|does not answer"):
         await asyncio.to_thread(engine.publish, "meanwhile", Kv.random(40))
-    engine.daemon = shared_daemons.fleet.again(engine.daemon)
-    assert "there again" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    await engine.gets_another(shared_daemons)
     assert await asyncio.to_thread(exchanged, *both, "after")
 
 
@@ -122,12 +136,9 @@ async def test_weights_that_are_replaced_while_no_daemon_is_there_have_their_nam
     shared_daemons: Daemons, both: tuple[Engine, Engine]
 ) -> None:
     source, destination = both
-    source.daemon.signal(signal.SIGKILL)
-    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
-    assert "has gone" in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    await source.loses_its_daemon()
     await asyncio.to_thread(source.client.replace_weights, "B")
-    source.daemon = shared_daemons.fleet.again(source.daemon)
-    assert "there again" in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    await source.gets_another(shared_daemons)
     with pytest.raises(TransferFailed) as failed:
         await asyncio.to_thread(exchanged, source, destination, "by others")
     assert failed.value.code == "other_weights"
@@ -139,17 +150,13 @@ async def test_memory_that_was_handed_over_again_outlives_its_engine_as_before(
     shared_daemons: Daemons, both: tuple[Engine, Engine]
 ) -> None:
     source, destination = both
-    source.daemon.signal(signal.SIGKILL)
-    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
-    source.daemon = shared_daemons.fleet.again(source.daemon)
-    for word in ("has gone", "there again"):
-        assert word in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
-    kv, wanted = Kv.random(40), np.zeros_like(destination.region.array())
-    SHAPE.write(0, wanted, kv, BLOCKS, (0, kv.tokens), True)
+    kv = Kv.random(40)
+    await source.loses_its_daemon()
+    await source.gets_another(shared_daemons)
     await asyncio.to_thread(source.publish, "left behind", kv)
     await asyncio.to_thread(source.client.close)
     await asyncio.to_thread(destination.receive, "left behind", source)
-    assert np.array_equal(wanted, destination.region.array())
+    assert destination.has(kv)
 
 
 async def test_a_reader_of_what_was_lost_is_refused_and_does_not_wait(
@@ -157,13 +164,10 @@ async def test_a_reader_of_what_was_lost_is_refused_and_does_not_wait(
 ) -> None:
     source, destination = both
     await asyncio.to_thread(source.publish, "lost", Kv.random(40))
-    source.daemon.signal(signal.SIGKILL)
-    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
-    assert "has gone" in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    await source.loses_its_daemon()
     with pytest.raises(KvferryError, match=r"ended the session|does not answer"):
         await asyncio.to_thread(source.publish, "meanwhile", Kv.random(40))
-    source.daemon = shared_daemons.fleet.again(source.daemon)
-    assert "there again" in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    await source.gets_another(shared_daemons)
     for request_id in ("lost", "meanwhile"):
         with pytest.raises(TransferFailed) as failed:
             await asyncio.to_thread(destination.receive, request_id, source)
@@ -192,15 +196,12 @@ async def test_what_is_published_while_the_engine_registers_again_is_read(
         return client
 
     source.client._attach = attached
-    source.daemon.signal(signal.SIGKILL)
-    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
-    source.daemon = shared_daemons.fleet.again(source.daemon)
+    await source.loses_its_daemon()
+    await source.gets_another(shared_daemons)
     early = await asyncio.to_thread(published.get, timeout=TIMEOUT_S)
     await asyncio.to_thread(early.result, TIMEOUT_S)
     await asyncio.to_thread(destination.receive, "early", source)
-    wanted = np.zeros_like(source.region.array())
-    SHAPE.write(0, wanted, kv, BLOCKS, (0, kv.tokens), True)
-    assert np.array_equal(wanted, destination.region.array())
+    assert destination.has(kv)
 
 
 async def test_an_engine_that_lacks_a_descriptor_tries_again(
@@ -214,11 +215,8 @@ async def test_an_engine_that_lacks_a_descriptor_tries_again(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     source.client._attach = without_descriptor
-    source.daemon.signal(signal.SIGKILL)
-    await asyncio.to_thread(source.daemon.process.wait, TIMEOUT_S)
-    source.daemon = shared_daemons.fleet.again(source.daemon)
-    for word in ("has gone", "there again"):
-        assert word in await asyncio.to_thread(source.said.get, timeout=TIMEOUT_S)
+    await source.loses_its_daemon()
+    await source.gets_another(shared_daemons)
     assert await asyncio.to_thread(exchanged, *both, "after")
 
 
@@ -227,22 +225,19 @@ async def test_an_engine_that_is_refused_says_why_and_tries_again(
 ) -> None:
     """Readers were told another address than the daemon has now."""
     engine = both[0]
-    engine.daemon.signal(signal.SIGKILL)
-    await asyncio.to_thread(engine.daemon.process.wait, TIMEOUT_S)
-    assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    await engine.loses_its_daemon()
     engine.client._address = "127.0.0.1:1"
     engine.daemon = shared_daemons.fleet.again(engine.daemon)
-    assert "address" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    await engine.hears("address")
     engine.client._address = engine.daemon.peer
-    assert "there again" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    await engine.hears("there again")
 
 
 async def test_closing_does_not_wait_for_a_daemon(both: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = both[0]
     for bound in ("blocking.END_S", "blocking.AGAIN_S", "session.ASK_S", "session.CLOSE_S"):
         monkeypatch.setattr(f"kvferry.{bound}", TIMEOUT_S)  # of whatever might wait there
-    engine.daemon.signal(signal.SIGKILL)
-    assert "has gone" in await asyncio.to_thread(engine.said.get, timeout=TIMEOUT_S)
+    await engine.loses_its_daemon()
     async with asyncio.timeout(TIMEOUT_S / 3):
         await asyncio.to_thread(engine.client.close)
 

@@ -168,8 +168,7 @@ async def test_two_engines_may_share_daemons_and_read_from_each_other(
             kv, blocks, reserved = Kv.random(60), source.take(60), reader.take(60)
             source.write(kv, blocks)
             await source.publish(request_id, blocks, 60)
-            expected = reader.snapshot()
-            reader.write_into(expected, kv, reserved)
+            expected = reader.expecting(kv, reserved)
             await reader.receive(request_id, reserved, source=source.source(1))
             assert not reader.differences(expected)
     finally:

@@ -43,8 +43,7 @@ async def test_strict_daemons_move_every_byte(engines: dict[str, TestEngine], re
     source, reader = engines["strict-p"], engines["strict-d"]
     kv, blocks, published = Kv.random(300), reader.take(300), source.take(300)
     source.write(kv, published)
-    expected = reader.snapshot()
-    reader.write_into(expected, kv, blocks)
+    expected = reader.expecting(kv, blocks)
     await source.publish(request_id, published, 300)
     await reader.receive(request_id, blocks, source=source.source())
     assert not reader.differences(expected)

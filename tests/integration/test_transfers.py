@@ -30,8 +30,7 @@ async def test_one_order_at_any_rank_moves_every_byte_to_all_ranks(
 ) -> None:
     kv, leases = await prefilled(pair, request_id)
     blocks = pair.decode.take(TOKENS)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
 
     if first == "order":
         transfer_id = await order(pair, request_id, rank)
@@ -56,8 +55,7 @@ async def test_one_order_at_any_rank_moves_every_byte_to_all_ranks(
 @pytest.mark.parametrize("published_first", [True, False])
 async def test_an_engine_may_order_for_itself(pair: Pair, request_id: str, published_first: bool) -> None:
     kv, blocks, source = Kv.random(TOKENS), pair.decode.take(TOKENS), pair.prefill.take(TOKENS)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
     pair.prefill.write(kv, source)
     if published_first:
         await pair.prefill.publish(request_id, source, TOKENS)
@@ -74,8 +72,7 @@ async def test_an_engine_may_order_for_itself(pair: Pair, request_id: str, publi
 async def test_the_source_that_rank_0_names_is_enough_for_all_ranks(pair: Pair, request_id: str) -> None:
     kv, _ = await prefilled(pair, request_id)
     blocks = pair.decode.take(TOKENS)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
     (first, *others), attempt = (rank.client for rank in pair.decode.ranks), pair.decode.next_attempt()
     await asyncio.gather(
         first.receive(request_id, blocks.tables(), source=pair.prefill.source(), attempt=attempt),
@@ -87,8 +84,7 @@ async def test_the_source_that_rank_0_names_is_enough_for_all_ranks(pair: Pair, 
 async def test_ranks_may_name_different_daemons_of_the_same_source(pair: Pair, request_id: str) -> None:
     kv, _ = await prefilled(pair, request_id)
     blocks = pair.decode.take(TOKENS)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
     sources, attempt = [pair.prefill.source(rank % 2) for rank in range(3)], pair.decode.next_attempt()
     await asyncio.gather(
         *(
@@ -103,8 +99,7 @@ async def test_ranks_may_name_different_daemons_of_the_same_source(pair: Pair, r
 async def test_an_order_with_tables_needs_no_reservation(pair: Pair, request_id: str, by_rank: bool) -> None:
     kv, leases = await prefilled(pair, request_id)
     blocks = pair.decode.take(TOKENS)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
     wanted = by_tables(by_rank=by_rank, blocks=blocks, tokens=(0, TOKENS))
     record = await pair.routers[1].wait(await order(pair, request_id, 1, destination=wanted))
     assert record.state is TransferState.DONE
@@ -127,8 +122,7 @@ async def test_tables_by_rank_may_name_other_blocks_on_every_rank(pair: Pair, re
 async def test_a_later_turn_flows_from_decode_to_prefill(pair: Pair, request_id: str) -> None:
     kv, blocks, source = Kv.random(77), pair.prefill.take(77), pair.decode.take(77)
     pair.decode.write(kv, source)
-    expected = pair.prefill.snapshot()
-    pair.prefill.write_into(expected, kv, blocks)
+    expected = pair.prefill.expecting(kv, blocks)
     leases = await pair.decode.publish(request_id, source, 77)
     await pair.prefill.receive(request_id, blocks, source=pair.decode.source(2))
     assert not pair.prefill.differences(expected)
@@ -168,8 +162,7 @@ async def test_a_reader_follows_a_prefill_chunk_by_chunk_and_the_state_comes_las
 
 async def test_the_last_publish_may_add_no_tokens(pair: Pair, request_id: str) -> None:
     kv, blocks, source = Kv.random(90), pair.decode.take(90), pair.prefill.take(90)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
     pair.prefill.write(kv, source)
     await pair.prefill.publish(request_id, source, 90, more=True)
     receiving = asyncio.create_task(pair.decode.receive(request_id, blocks, (0, 90), source=pair.prefill.source()))
@@ -185,8 +178,7 @@ async def test_a_prefix_that_is_cached_is_not_touched(
 ) -> None:
     kv, _ = await prefilled(pair, request_id)
     blocks = pair.decode.take(TOKENS, first_token)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks, (start, TOKENS))
+    expected = pair.decode.expecting(kv, blocks, (start, TOKENS))
     received = await pair.decode.receive(request_id, blocks, (start, TOKENS), source=pair.prefill.source())
     assert not pair.decode.differences(expected)
     moved = TOKENS - max(first_token, start)
@@ -196,8 +188,7 @@ async def test_a_prefix_that_is_cached_is_not_touched(
 async def test_a_group_that_is_wholly_cached_is_not_moved(pair: Pair, request_id: str) -> None:
     kv, _ = await prefilled(pair, request_id)
     blocks = pair.decode.take(TOKENS, paged=False)
-    expected = pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    expected = pair.decode.expecting(kv, blocks)
     received = await pair.decode.receive(request_id, blocks, (0, TOKENS), source=pair.prefill.source())
     assert not pair.decode.differences(expected)
     assert sum(each.nbytes for each in received) == STATE_NBYTES

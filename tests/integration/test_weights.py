@@ -65,8 +65,7 @@ async def test_one_name_on_both_sides_is_read(engines: Pair, request_id: str) ->
     kv, _ = await prefilled(engines, request_id)
     await replace(engines.decode, "B")
     blocks = engines.decode.take(TOKENS)
-    wanted = engines.decode.snapshot()
-    engines.decode.write_into(wanted, kv, blocks)
+    wanted = engines.decode.expecting(kv, blocks)
     await engines.decode.receive(request_id, blocks, source=engines.prefill.source())
     assert not engines.decode.differences(wanted)
 

@@ -34,8 +34,7 @@ async def a_good_transfer(pair: Pair, victim: Victim, request_id: str) -> None:
     kv, blocks, reserved = Kv.random(50), pair.prefill.take(50), victim.engine.take(50)
     pair.prefill.write(kv, blocks)
     leases = await pair.prefill.publish(request_id, blocks, 50)
-    expected = victim.engine.snapshot()
-    victim.engine.write_into(expected, kv, reserved)
+    expected = victim.engine.expecting(kv, reserved)
     await victim.engine.receive(request_id, reserved, source=pair.prefill.source())
     assert not victim.engine.differences(expected)
     assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import select
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -24,24 +26,34 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_what_ours_made_is_taken_away(tmp_path: Path, ours: bool) -> None:
-    name, made = f"kvferry-test-{tmp_path.name}", set[int]()
-    watch = Watch(tmp_path, lambda: made)
+@contextmanager
+def making(name: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has made this file, and has it open until the end."""
     command = [sys.executable, "-c", MAKES, name]
-    try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None and process.stdout.readline() == "made\n"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "made\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def name(tmp_path: Path) -> Iterator[str]:
+    name = f"kvferry-test-{tmp_path.name}"
+    yield name
+    (MEMORY / name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_ours_made_is_taken_away(tmp_path: Path, name: str, ours: bool) -> None:
+    made = set[int]()
+    with closing(Watch(tmp_path, lambda: made)) as watch:
+        with making(name) as process:
             if ours:
                 made.add(process.pid)
             assert select.select([watch.fd], [], [], 10)[0]
             watch.made()
-            process.kill()
         remove(tmp_path)
-        assert (MEMORY / name).exists() is not ours
-    finally:
-        watch.close()
-        (MEMORY / name).unlink(missing_ok=True)
+    assert (MEMORY / name).exists() is not ours
 
 
 def test_another_file_of_the_same_name_stays(tmp_path: Path) -> None:
@@ -56,17 +68,10 @@ def test_another_file_of_the_same_name_stays(tmp_path: Path) -> None:
     remove(tmp_path / "not there")
 
 
-def test_what_another_process_has_open_stays(tmp_path: Path) -> None:
-    name = f"kvferry-test-{tmp_path.name}"
-    command = [sys.executable, "-c", MAKES, name]
-    try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None and process.stdout.readline() == "made\n"
-            (tmp_path / name).write_text(str((MEMORY / name).stat().st_ino))
-            remove(tmp_path)
-            assert (MEMORY / name).exists()
-            process.kill()
+def test_what_another_process_has_open_stays(tmp_path: Path, name: str) -> None:
+    with making(name):
+        (tmp_path / name).write_text(str((MEMORY / name).stat().st_ino))
         remove(tmp_path)
-        assert not (MEMORY / name).exists()
-    finally:
-        (MEMORY / name).unlink(missing_ok=True)
+        assert (MEMORY / name).exists()
+    remove(tmp_path)
+    assert not (MEMORY / name).exists()

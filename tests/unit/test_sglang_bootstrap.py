@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -113,29 +113,28 @@ def test_names_that_are_not_found_give_their_places_back(
         found.set()
 
 
-def test_of_a_long_answer_only_the_beginning_is_read(sources: Sources, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+@contextmanager
+def asked(sources: Sources) -> Iterator[socket.socket]:
+    """The connection of one that is asked; it may end meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         assert not sources.ensure(f"127.0.0.1:{listener.getsockname()[1]}")
         peer, _ = listener.accept()
         with peer, suppress(OSError):
-            body = ANSWER
-            peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + body + b" " * MOST_NBYTES)
-            until(lambda: not sources._asking, 30.0)
+            yield peer
+
+
+def test_of_a_long_answer_only_the_beginning_is_read(sources: Sources, caplog: pytest.LogCaptureFixture) -> None:
+    with asked(sources) as peer:
+        peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + ANSWER + b" " * MOST_NBYTES)
+        until(lambda: not sources._asking, 30.0)
     assert "more than 4096 bytes" in caplog.text
     assert not sources._known
 
 
 def test_an_answer_that_never_ends_has_a_deadline_too(sources: Sources) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        assert not sources.ensure(f"127.0.0.1:{listener.getsockname()[1]}")
-        peer, _ = listener.accept()
-        with peer, suppress(OSError):
-            peer.sendall(b"HTTP/1.1 200 OK\r\nx: ")
-            for _ in range(20):
-                time.sleep(ASK_S / 10)
-                peer.sendall(b"x")
+    with asked(sources) as peer:
+        peer.sendall(b"HTTP/1.1 200 OK\r\nx: ")
+        for _ in range(20):
+            time.sleep(ASK_S / 10)
+            peer.sendall(b"x")
     assert not sources._asking

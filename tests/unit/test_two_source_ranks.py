@@ -57,6 +57,13 @@ class Two:
             )
         return transfer
 
+    def publish(self, request_id: str, blocks: range, digest: bytes = b"", *, anew: bool = False) -> None:
+        """On both. anew: what was published before is taken back."""
+        for source in self.sources:
+            if anew:
+                self.world.loop.call(source.engine.leases.revoke, request_id, "preempted")
+            source.publish(request_id, blocks, digest)
+
     def step_all(self, choose: Callable[[], list[Step]], until: Callable[[], bool] = lambda: False) -> None:
         """Take the first of these steps, again and again, until there is none or that holds."""
         for _ in range(1000):
@@ -94,8 +101,7 @@ def two() -> Iterator[Two]:
 
 def test_a_rank_that_has_forgotten_its_pairing_makes_another_though_a_rank_has_packed_all(two: Two) -> None:
     blocks, world = range(1), two.world
-    for source in two.sources:
-        source.publish("r", blocks)
+    two.publish("r", blocks)
     world.run()  # its announcements arrive
     two.sources[1].forget_pairings()
     transfer = two.receive("r", blocks, "staged")
@@ -122,8 +128,7 @@ def test_a_rank_that_is_asked_again_does_not_ask_one_that_has_packed_all(
 ) -> None:
     """Rank 1 has no slot at first; rank 0 has packed all."""
     blocks, world, arena = range(1), two.world, two.sources[1].engine.arena
-    for source in two.sources:
-        source.publish("r", blocks)
+    two.publish("r", blocks)
     world.run()
     transfer = two.receive("r", blocks, "staged")
     assert arena is not None
@@ -146,8 +151,7 @@ def test_a_rank_that_is_asked_again_does_not_ask_one_that_has_packed_all(
 def test_a_request_that_is_published_anew_while_it_is_read_is_read_anew_of_all_ranks(two: Two, way: str) -> None:
     """Rank 1's announcement is out of date; rank 0, which is asked for the lease that rank 1 has now, has it later."""
     blocks, world, leases = range(1), two.world, [source.engine.leases for source in two.sources]
-    for source in two.sources:
-        source.publish("r", blocks)
+    two.publish("r", blocks)
     world.run()
     world.loop.call(leases[1].revoke, "r", "preempted")
     two.sources[1].publish("r", blocks)
@@ -179,8 +183,7 @@ def test_a_rank_whose_announcement_is_older_than_that_of_another_is_asked_and_th
 def test_a_lease_that_has_ended_when_one_rank_is_asked_for_it_is_read_no_more_of_the_other(two: Two) -> None:
     """Rank 0 has announced it after the one that rank 1 has announced. The next one is read of both."""
     blocks, world = range(1), two.world
-    for source in two.sources:
-        source.publish("r", blocks)
+    two.publish("r", blocks)
     world.run()
     for source, known in zip(two.sources, (True, False), strict=True):
         world.loop.call(source.engine.leases.revoke, "r", "preempted")
@@ -198,12 +201,9 @@ def test_a_lease_that_has_ended_when_one_rank_is_asked_for_it_is_read_no_more_of
 
 def test_an_announcement_of_another_prompt_does_not_fail_a_request_that_is_prefilled_anew(two: Two) -> None:
     blocks, world = range(4), two.world
-    for source in two.sources:
-        source.publish("r", blocks, b"one")
+    two.publish("r", blocks, b"one")
     world.run()
-    for source in two.sources:
-        world.loop.call(source.engine.leases.revoke, "r", "nobody wants it")
-        source.publish("r", blocks, b"another")
+    two.publish("r", blocks, b"another", anew=True)
     transfer = two.receive("r", blocks, "direct", b"another")
     world.run()
     assert transfer.problem is None and two.is_there(blocks)
@@ -212,19 +212,13 @@ def test_an_announcement_of_another_prompt_does_not_fail_a_request_that_is_prefi
 def test_what_the_source_had_when_it_was_opened_may_be_out_of_date_as_well(two: Two) -> None:
     """It was of another prompt, and the next one is of the one that is wanted."""
     blocks, world = range(4), two.world
-
-    def published(digest: bytes) -> None:
-        for source in two.sources:
-            world.loop.call(source.engine.leases.revoke, "r", "preempted")
-            source.publish("r", blocks, digest)
-
-    published(b"one")
+    two.publish("r", blocks, b"one", anew=True)
     world.run()
     transfer = two.receive("r", blocks, "direct", b"one")
-    published(b"another")
+    two.publish("r", blocks, b"another", anew=True)
     world.loop.pass_time(2 * OPEN_AFTER_S)
     two.step_all(two.of_calls)
-    published(b"one")
+    two.publish("r", blocks, b"one", anew=True)
     world.run()
     assert transfer.problem is None and two.is_there(blocks) and transfer.lease == 3
 
@@ -238,8 +232,7 @@ def test_transfers_that_find_a_pairing_forgotten_each_go_by_one_that_is_known(tw
     for source in two.sources:
         source.forget_pairings()
     for request_id, blocks in requests.items():
-        for source in two.sources:
-            source.publish(request_id, blocks)
+        two.publish(request_id, blocks)
     for _ in range(10_000):
         if not world.step(choice):
             break
@@ -286,8 +279,7 @@ def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_fr
 ) -> None:
     """By another handshake or a router, after the handshake has ended and before the transfer that began it goes on."""
     blocks, world, peers = range(4), two.world, two.reader.ferry.peers_known
-    for source in two.sources:
-        source.publish("r", blocks)
+    two.publish("r", blocks)
     world.run()
     world.loop.call(peers.forget, two.peer)
     world.run()
@@ -314,16 +306,13 @@ def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_fr
 def test_bytes_that_are_read_twice_are_served_twice_and_not_three_times(two: Two) -> None:
     """The lease that was announced has ended while it was read; the next one is read from its beginning."""
     blocks, world, leases = range(4), two.world, two.sources[0].engine.leases
-    for source in two.sources:
-        source.publish("r", blocks)
+    two.publish("r", blocks)
     world.run()
     transfer = two.receive("r", blocks, "direct")
     two.step_all(lambda: [flight.step for flight in world.flights()], lambda: transfer.state is TransferState.VERIFYING)
     world.loop.pass_time(2 * OPEN_AFTER_S)
     two.step_all(two.of_calls)
-    for source in two.sources:
-        world.loop.call(source.engine.leases.revoke, "r", "preempted")
-        source.publish("r", blocks)
+    two.publish("r", blocks, anew=True)
     world.run()
     assert transfer.state is TransferState.DONE and two.is_there(blocks)
     (inbound,) = leases.inbound()
@@ -374,8 +363,7 @@ def test_an_end_whose_step_fails_does_all_others(
     else:
         transfer._around = dataclasses.replace(owner, **{failing: broken})
     if done:
-        for source in two.sources:
-            source.publish("r", blocks)
+        two.publish("r", blocks)
     else:
         world.loop.call(transfer.stop, TransferState.ABORTED, Conflict("aborted", "by the test"))
     world.run()
@@ -405,8 +393,7 @@ def test_a_read_that_has_begun_is_known_of_where_the_next_one_cannot_begin(
 
     monkeypatch.setattr(agent, "read", only_one)
     transfer = two.receive("r", blocks, "direct")
-    for source in two.sources:
-        source.publish("r", blocks)
+    two.publish("r", blocks)
     two.step_all(two.of_calls)
     assert transfer.state is TransferState.FAILED and begun[0].abandoned
     assert not transfer.quiet.is_set() and len(world.flights()) == 1
@@ -416,8 +403,7 @@ def test_a_read_that_has_begun_is_known_of_where_the_next_one_cannot_begin(
 
 def test_a_deadline_says_at_which_sources_the_proof_is_awaited(two: Two) -> None:
     transfer = two.receive("r", range(1), "direct")
-    for source in two.sources:
-        source.publish("r", range(1))
+    two.publish("r", range(1))
     two.step_all(two.world.pending, lambda: transfer.state is TransferState.VERIFYING)
     two.world.loop.pass_time(61)
     assert transfer.problem is not None and transfer.problem.code == "deadline"
