@@ -373,10 +373,10 @@ class EngineClient:
         now, bound = asyncio.get_running_loop().time, ("deadline_s", deadline_s)
         probe_at, silent_at = now() + deadline_s, now() + deadline_s + GRACE_S
         patience_s = deadline_s + GRACE_S
-        if self._session.call_timeout_s <= patience_s:
-            await self._answer(pending, event=pending.named)
-        else:
+        if patience_s < self._session.call_timeout_s:
             await self._answer(pending, patience_s, event=pending.named, bound=bound)
+        else:  # also where it is no number: the daemon says so
+            await self._answer(pending, event=pending.named)
         while not pending.told.is_set():
             try:
                 async with asyncio.timeout_at(probe_at):

@@ -448,6 +448,7 @@ def test_a_close_that_is_interrupted_ends_the_client_all_the_same(monkeypatch: p
     """Other threads wait for their calls without a deadline."""
     monkeypatch.setattr(blocking_module, "END_S", 1)
     client = BlockingEngineClient("/nowhere", EngineClient.connect)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
     async def interrupted() -> None:
         closing = False
@@ -465,6 +466,7 @@ def test_a_close_that_is_interrupted_ends_the_client_all_the_same(monkeypatch: p
         calling = threads.submit(client.call, asyncio.sleep(3600), None)
         with pytest.raises(KeyboardInterrupt):
             client.close()
+        signal.signal(signal.SIGINT, before)
         with pytest.raises(KvferryError, match="the session is closed"):
             calling.result(60)
         client.close()
