@@ -205,14 +205,14 @@ async def test_an_engine_gives_all_its_memory_to_the_next_daemon_though_a_part_o
 
 async def test_memory_that_is_mapped_for_nobody_is_unmapped(two: list[DaemonService], request_id: str) -> None:
     """Its caller is cancelled when the daemon has allocated it already."""
-    before = len(open_memory())
+    before = open_memory()
     for attempt in itertools.count():  # an allocation may be over before it is cancelled
         socket = str(two[0].socket)
         async with await EngineClient.connect(socket, engine_id=request_id, epoch=str(attempt)) as client:
             allocating = asyncio.create_task(client.allocate(256 << 20))
 
             async def begun(allocating: asyncio.Task[Any] = allocating) -> bool:
-                return len(open_memory()) > before or allocating.done()
+                return bool(open_memory() - before) or allocating.done()
 
             await until(begun, "it is being mapped")
             allocating.cancel()
@@ -222,19 +222,21 @@ async def test_memory_that_is_mapped_for_nobody_is_unmapped(two: list[DaemonServ
                 continue
 
             async def unmapped() -> bool:
-                return len(open_memory()) == before
+                return not open_memory() - before
 
             await until(unmapped, "nobody has it open")
             return
 
 
-def open_memory() -> list[str]:
-    """Shared memory that this process has open."""
-    files = []
+def open_memory() -> set[int]:
+    """Inodes of the shared memory that this process has open."""
+    inodes = set()
     for each in os.listdir("/proc/self/fd"):
+        file = f"/proc/self/fd/{each}"
         with suppress(OSError):
-            files.append(os.readlink(f"/proc/self/fd/{each}"))
-    return [file for file in files if "memfd:" in file]
+            if "memfd:" in os.readlink(file):
+                inodes.add(os.stat(file).st_ino)
+    return inodes
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, holder: type, name: str, when: list[bool]) -> None:
