@@ -122,8 +122,8 @@ class BlockingEngineClient:
         """Once there is one nothing is given to the loop any more; the lock is held for both."""
         self._client: EngineClient | None = None
         self._staying: asyncio.Task[None] | None = None
-        # What the daemon was given, to be given to the next one too. Noted in the turn that hears of it, and under the
-        # lock: the next daemon is given all of it.
+        # The next daemon is given all that this one was given: it is noted in the turn that hears of it, and under the
+        # lock.
         self._noting = asyncio.Lock()
         self._address = ""
         self._allocated: list[SharedRegion | CudaRegion] = []
@@ -259,30 +259,16 @@ class BlockingEngineClient:
         return self.client.draining.is_set()
 
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
-        async def noted() -> SharedRegion | CudaRegion:
-            async with self._noting:
-                allocated = await self.client.allocate(nbytes, region)
-                self._allocated.append(allocated)
-                return allocated
-
-        return self.call(noted(), None)
+        return self.call(self._noted(lambda: self.client.allocate(nbytes, region), self._allocated.append), None)
 
     def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
-        async def noted() -> None:
-            async with self._noting:
-                await self.client.adopt(shared)
-                self._adopted.append(shared)
-
-        self.call(noted())
+        self.call(self._noted(lambda: self.client.adopt(shared), lambda _: self._adopted.append(shared)))
 
     def register(self, manifest: Manifest) -> tuple[str, ...]:
-        async def noted() -> tuple[str, ...]:
-            async with self._noting:
-                notes = await self.client.register(manifest)
-                self._manifest = manifest
-                return notes
+        def note(_: object) -> None:
+            self._manifest = manifest
 
-        return self.call(noted(), None)
+        return self.call(self._noted(lambda: self.client.register(manifest), note), None)
 
     def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """As `EngineClient.fence`: the calling thread gives the stream its fence before this returns."""
@@ -300,13 +286,17 @@ class BlockingEngineClient:
     def open_fences(self, device: int = 0) -> Fences:
         """As `EngineClient.open_fences`."""
 
-        async def noted() -> Fences:
-            async with self._noting:
-                fences = await self.client.open_fences(device)
-                self._fences_of = device
-                return fences
+        def note(_: object) -> None:
+            self._fences_of = device
 
-        return self.call(noted())
+        return self.call(self._noted(lambda: self.client.open_fences(device), note))
+
+    async def _noted(self, give: Callable[[], Coroutine[Any, Any, T]], note: Callable[[T], None]) -> T:
+        """The result of what gives the daemon something, once that is noted for the next one."""
+        async with self._noting:
+            result = await give()
+            note(result)
+            return result
 
     @_parameters_of(EngineClient.publish)
     def publish(self, *args: Any, **named: Any) -> BlockingLease:
@@ -330,8 +320,8 @@ class BlockingEngineClient:
         self.call(self.client.abort(request_id))
 
     def close(self) -> None:
-        """End the session and the thread. Idempotent. What still waits fails with KvferryError (`session_closed`). A
-        caller that is interrupted does not stop the end."""
+        """End the session and the thread. Idempotent. Calls that still wait fail with KvferryError
+        (`session_closed`). A caller that is interrupted does not stop the end."""
         with self._giving:
             if self._ending is None:
                 self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)

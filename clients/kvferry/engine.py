@@ -574,7 +574,7 @@ class EngineClient:
 
 
 def _unmap(mapping: asyncio.Task[SharedRegion | CudaRegion]) -> None:
-    """Nobody waits for it any more."""
+    """The mapping has lost its caller."""
     if not mapping.cancelled() and mapping.exception() is None:
         mapping.result().close()
 

@@ -6,7 +6,6 @@ Engines take minutes to start on a small machine, so each lives for several part
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -110,7 +109,7 @@ def test_a_prefix_that_prefill_has_cached_is_handed_over_with_the_rest(pair: Sgl
 
 
 def test_a_chunked_prefill_is_published_chunk_by_chunk(pair: SglangPair) -> None:
-    for seed in itertools.count(60):  # all of it may be there before this asks for the first time
+    for seed in range(60, 70):  # all of it may be there before this asks for the first time
         tokens, where = prompt(1500, seed=seed), room(pair.prefill)
         with ThreadPoolExecutor(1) as pool:
             prefilled = pool.submit(generate, pair.prefill, tokens, **where)
@@ -120,7 +119,7 @@ def test_a_chunked_prefill_is_published_chunk_by_chunk(pair: SglangPair) -> None
                 seen |= {lease.num_tokens for lease in pair.prefill.leases()}
             moved = tokens_of(generate(pair.decode, tokens, **where))
             assert prefilled.result().status_code == 200
-        if seen > {1500} or seed == 69:
+        if seen > {1500}:
             break
     assert seen > {1500}
     assert seen <= {512, 1024, 1500}

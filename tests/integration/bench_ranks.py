@@ -48,7 +48,7 @@ async def once(kind: str, prefill: TestEngine, decode: TestEngine, router: Route
         await decode.receive(request_id, blocks, source=source)
     took_ms = 1e3 * (time.perf_counter() - began)
     await asyncio.gather(*(lease.ended() for lease in leases))
-    await asyncio.sleep(0.03)  # what is noted of it afterwards is counted, too
+    await asyncio.sleep(0.03)  # the notes of its end are counted, too
     return took_ms, cpu_ms(prefill.daemons) - used[0], cpu_ms(decode.daemons) - used[1]
 
 

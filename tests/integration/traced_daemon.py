@@ -24,9 +24,7 @@ class Trace:
             return
         module = frame.f_globals.get("__name__", "")
         at = module, frame.f_code.co_name
-        if at == DOOR:
-            self._modules.setdefault(module)
-        if not self._modules or not module.startswith(OURS) or module.startswith(GENERATED):
+        if not (self._modules or at == DOOR) or not module.startswith(OURS) or module.startswith(GENERATED):
             return
         self._modules.setdefault(module)
         if at == LAST:

@@ -188,7 +188,7 @@ def sample_weights(folder: Path, digest: hashlib._Hash) -> None:
 
 def sample_tensors(folder: Path, digest: hashlib._Hash) -> None:
     """Feed the first page of every tensor of a checkpoint folder: `sample_weights` misses norms and biases, which are
-    small. Of a file with more than 1024 tensors those with the fewest axes. Raises KvferryError
+    small. A file with more than 1024 tensors feeds those with the fewest axes. Raises KvferryError
     (`malformed_checkpoint`)."""
     for path in weight_files(folder):
         try:

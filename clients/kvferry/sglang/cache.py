@@ -30,7 +30,7 @@ def encoding(cache_dtype: str, dtype: Any) -> str:
 
 
 def scales(cache_dtype: str, path: str | None) -> dict[str, str]:
-    """What the fingerprint says of --quantization-param-path: fp8 is read by the scales of the file there, where SGLang
+    """The fingerprint's part of --quantization-param-path: fp8 is read by the scales of the file there, where SGLang
     can read it and its cache type has any. Nothing without one."""
     if path is None or cache_dtype != "fp8_e4m3":
         return {}

@@ -11,7 +11,7 @@ BEGIN, END = "begin_weight_update", "end_weight_update"
 
 
 class Updates:
-    """Those of one rank. Called by the scheduler's thread.
+    """The updates of one rank, called by the scheduler's thread.
 
     A caller may tell a version with any part of an update. It names the weights when all of them are there: before, and
     where a part has failed, they have a name that no other engine knows.

@@ -43,8 +43,8 @@ their own. All others are opaque: nobody has described the insides of the four t
 DeepSeek-V4's caches, nor those of types that nobody knows yet."""
 
 HALVES = ("HPC_ATTN", "MINIMAX_M3_SPARSE")
-"""Backends that write while they compute attention, so that nobody sees where. By their sources the content of each
-head and token is a key and a value (hpc_attn.py, 443; minimax_m3/common/ops/sparse_attn.py, 54). The caches of all
+"""Backends that write while they compute attention, so that nobody sees where. The content of each head and token is a
+key and a value, by their sources (hpc_attn.py, 443; minimax_m3/common/ops/sparse_attn.py, 54). The caches of all
 other such backends are opaque."""
 ROWS = (MLAAttentionSpec, SlidingWindowMLASpec)
 """Specs of caches whose content is one row for each token: latents, or the keys of an indexer."""
@@ -106,8 +106,8 @@ def _parts(
     """The components of a layer. `cache`: [block, head, slot, content], of blocks or of the kernel's smaller ones.
 
     The backend decides what `content` is: this is found by writing to block 0, vLLM's null block, which no request ever
-    gets. A row of each token is one component. What cannot be written so, and is not of HALVES, is opaque, and is moved
-    in whole blocks. ranks: of tensor parallelism. Raises KvferryError: `unknown_layout`; `unknown_heads`;
+    gets. A row of each token is one component. A cache that cannot be written so, and is not of HALVES, is opaque, and
+    is moved in whole blocks. ranks: of tensor parallelism. Raises KvferryError: `unknown_layout`; `unknown_heads`;
     `unsupported_cache` for states without names, states of several tokens, and rings of the newest.
     """
     if isinstance(spec, MambaSpec):

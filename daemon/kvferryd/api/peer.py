@@ -317,7 +317,7 @@ def _reader(reader: peer_pb2.Reader) -> ReaderId:
 
 
 async def _hear(requests: AsyncIterator[peer_pb2.OrderRequest], transfer: Transfer) -> None:
-    """What rank 0 says after its order."""
+    """Take in the words of rank 0 after its order."""
     async for request in requests:
         if request.HasField("read"):
             transfer.led((request.read.epoch, request.read.lease))

@@ -219,7 +219,7 @@ class Ranks:
         """Raises KvferryError, of LOST where the rank cannot be reached."""
         request = order_request(led.transfer, led.engine, rank, self._instance)
         async with self._asking(led.engine, address) as stub:
-            call = stub.Order(_said(request, led.transfer))
+            call = stub.Order(_as_leader(request, led.transfer))
             try:
                 async for reply in call:
                     share = rank_transfer(reply, rank, address)
@@ -250,8 +250,8 @@ class Ranks:
         self._on(e.Told(tell, lost=lost))
 
 
-async def _said(order: peer_pb2.OrderRequest, transfer: Transfer) -> AsyncIterator[peer_pb2.OrderRequest]:
-    """What rank 0 says of an attempt to another rank."""
+async def _as_leader(order: peer_pb2.OrderRequest, transfer: Transfer) -> AsyncIterator[peer_pb2.OrderRequest]:
+    """The messages of rank 0 to another rank about an attempt."""
     yield order
     if not (order.source.epoch and order.source.lease):  # or else that is the one
         await transfer.ended.wait()
