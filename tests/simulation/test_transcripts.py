@@ -1,4 +1,4 @@
-"""The transcripts, played by the machines of the source side."""
+"""The transcripts, played by the machines of the source side; and that of a whole request, on its page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from staged_world import Event, fed
 from transcript import TRANSCRIPTS, play, update
+from whole_request import PAGE, SHOWN, WholeRequest
 
 from kvferry.protocol import events as e
 from kvferry.protocol import packing_events as p
@@ -114,3 +115,9 @@ def test_the_machines_play_it(transcript: str) -> None:
     for stream in list(machines._readers.values()):
         machines.on(e.Disconnect(stream))
     assert not machines.source.sizes()["opened"] and not machines.source.sizes()["live"]
+
+
+def test_the_page_shows_a_whole_request_as_it_goes() -> None:
+    """If it differs: python tests/simulation/whole_request.py."""
+    (shown,) = SHOWN.findall(PAGE.read_text(encoding="utf-8"))
+    assert shown == WholeRequest().run()
