@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from contextlib import AsyncExitStack
 
 import psutil
 import pytest
 from bounded import bounded
-from fleet import Daemons, until
+from fleet import Daemons, screens, until
 from lives import TP1, engine_on, published, receives
 from ranks import TestEngine
 from wire import TCP
@@ -41,6 +42,36 @@ async def test_a_peer_that_is_forgotten_and_met_again(
     assert max(held) <= held[0] + LOADS
     kv, _ = await published(source, "last")
     await receives(reader, "last", kv, source.source())
+
+
+def connections_of_screens(daemon: DaemonService) -> int:
+    """To others: UCX in it has one with itself."""
+    found = 0
+    for screen in screens(daemon):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            held = screen.net_connections("tcp")
+            own = {connection.laddr for connection in held}
+            found += sum(bool(connection.raddr) and connection.raddr not in own for connection in held)
+    return found
+
+
+async def test_the_connections_by_which_a_peer_was_tried_end_soon(
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both daemons would hold them for as long as the process that tried it lives."""
+    bounded(monkeypatch, {"kvferryd.transport.screen.RESTS_S": 0.5})
+    (ours,), (theirs,) = await daemons.start("trying", 1, *TCP), await daemons.start("tried", 1, *TCP)
+    _, router = await engine_on(stack, "trying", ours)
+    source, _ = await engine_on(stack, "tried", theirs)
+    body = PeerRequest(engine_id="tried", address=source.address)
+
+    async def none() -> bool:
+        return await asyncio.to_thread(connections_of_screens, ours) == 0
+
+    for _ in range(2):
+        await router.prewarm(body)
+        await until(none, "no process holds one to the peer")
+        await router.forget_peer("tried")
 
 
 @pytest.mark.slow

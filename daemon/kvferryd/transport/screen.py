@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvferry.errors import Full
-from kvferryd.aio import Tasks, settle, uncut
+from kvferryd.aio import Tasks, Timer, settle, uncut
 from kvferryd.transport import screening
 from kvferryd.transport.metadata import Metadata, malformed
 from kvferryd.transport.read import Span, TransportError, nixl_failed
@@ -30,6 +30,8 @@ MOST = 1024
 PROCESSES = 8
 """Processes at a time, of 60 MB each. The newest takes all that come; others end with the peers that are still
 silent, or have one suspect each."""
+RESTS_S = 10.0
+"""A process that nobody has asked for so long makes way for a fresh one: its connections end with it."""
 SOON_S = 5.0
 """A process that has not taken a question by then may hang in another peer's metadata: the next is given it, and has as
 long as the peer."""
@@ -52,6 +54,7 @@ class Screen:
         self._tasks = Tasks()
         self._next: asyncio.Task[_Process] | None = None
         """Starts the one that takes them next: one start for all who need it, each of whom may leave."""
+        self._rest = Timer(self._renew)
 
     @property
     def held_up(self) -> str:
@@ -101,9 +104,16 @@ class Screen:
             finally:
                 if process.spent:
                     await self._let_go(process)
+                self._rest.set(asyncio.get_running_loop().time() + RESTS_S)
             if said is not None:
                 return said, process.given == 1
         raise TransportError("transport_failed", "the process that tries peers' metadata dies before it tries any")
+
+    def _renew(self) -> None:
+        """Those that still wait set the timer anew."""
+        if self._common is not None and not self._common.trying:
+            self._common.spoiled = True
+            self._tasks.spawn(self.prepare())
 
     async def _for_all(self) -> _Process:
         if self._common is not None and not self._common.spoiled:
@@ -150,6 +160,7 @@ class Screen:
     async def close(self) -> None:
         """Nothing is started any more."""
         self._closed = True
+        self._rest.set(None)
         await self._tasks.end()
         self._common = None
         for process in list(self._processes):
@@ -174,6 +185,10 @@ class _Process:
         self._trials: dict[int, _Trial] = {}
         self._tasks = Tasks()
         self._reading = self._tasks.spawn(self._read())
+
+    @property
+    def trying(self) -> bool:
+        return bool(self._trials)
 
     @property
     def spent(self) -> bool:
