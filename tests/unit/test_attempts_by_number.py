@@ -57,9 +57,9 @@ class Rank:
     def handed(self, number: int, order: Order = ORDER) -> Transfer:
         return self.call(self.jobs.handed, "r", Attempt(number), order, None)  # type: ignore[no-any-return]
 
-    def ended_elsewhere(self, number: int) -> bool:
+    def ended_elsewhere(self, number: int, *, failed: bool = False) -> bool:
         return self.call(  # type: ignore[no-any-return]
-            self.jobs.abort_attempt, "r", Attempt(number), "rank 1: deadline", failed=True
+            self.jobs.abort_attempt, "r", Attempt(number), "rank 1: deadline", failed=failed
         )
 
     def end(self, transfer: Transfer) -> None:
@@ -260,6 +260,12 @@ def test_what_has_ended_elsewhere_refuses_its_own_number_and_lower_ones(other: R
     with refused("aborted"):
         other.handed(11)
     assert other.receive(12, first=2).attempt == Attempt(12) and waiting.ended.is_set()
+
+
+def test_what_has_failed_elsewhere_may_be_tried_again(other: Rank) -> None:
+    assert not other.ended_elsewhere(7, failed=True)
+    with refused("rank_failed", "attempt 7 of request r has ended on another rank: rank 1: deadline"):
+        other.receive(7)
 
 
 def test_what_is_over_stays_over_when_a_lower_attempt_ends_after_it(other: Rank) -> None:

@@ -272,7 +272,8 @@ class Requests:
             return []
         if found is None:
             ended = f"{event.attempt} of request {event.request_id} has ended on another rank: {event.why}"
-            return self._pass_by(key, event.attempt, Conflict("aborted", ended))
+            why = PeerFailed("rank_failed", ended) if event.failed else Conflict("aborted", ended)
+            return self._pass_by(key, event.attempt, why)
         if found.ended:  # that rank tells the others: two that have ended would do so by turns
             return []
         if not event.failed:
