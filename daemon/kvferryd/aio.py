@@ -1,5 +1,5 @@
-"""What the event loop does with threads, with futures that others settle, and with several steps at once. Tasks and
-timers are made here, so that each has an owner; tests/unit/test_one_owner.py lists the files that make their own still.
+"""Threads, futures that others settle, and several steps at once, on an event loop. Tasks and timers are made here, so
+that each has an owner; tests/unit/test_one_owner.py lists the files that make their own still.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def submit(
 async def made_on(
     hand_over: Callable[[Callable[[], None]], object], make: Callable[[], T], end: Callable[[T], None]
 ) -> T:
-    """Call `make` on the thread to which `hand_over` hands work, and return what it made. Where the caller is cancelled
-    first, that thread calls `end` with it, even when the loop has closed by then."""
+    """Call `make` on the thread to which `hand_over` hands work, and return what it made. If the caller is cancelled
+    first, the thread calls `end` with it, even when the loop has closed by then."""
     there: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def work() -> None:
@@ -189,7 +189,7 @@ async def unless(work: Coroutine[None, None, None], watches: Iterable[Coroutine[
 
 @contextlib.asynccontextmanager
 async def running(steps: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
-    """Tasks of the steps. Those that are left at the end are cancelled, and have ended before the caller goes on."""
+    """Tasks of the steps. Tasks that are left at the end are cancelled, and have ended before the caller goes on."""
     tasks = [asyncio.create_task(step) for step in steps]
     try:
         yield tasks
@@ -268,8 +268,8 @@ class Timer:
 
 
 class Notes:
-    """What is written down of requests that are over: lines, metrics, records. Nobody waits for it, so it is done when
-    nothing is `busy`, or NOTED_S later, and little at a time; `flush` does the rest at once."""
+    """Lines, metrics and records of requests that are over. They are written when nothing is `busy`, or NOTED_S later,
+    and little at a time; `flush` does the rest at once."""
 
     def __init__(self, busy: Callable[[], bool]) -> None:
         self._busy = busy

@@ -36,7 +36,7 @@ def check_number(field: str, number: int) -> None:
 
 
 def check_digest(digest: bytes) -> None:
-    """Of a prompt; empty where none is given."""
+    """digest: of a prompt; empty where none is given."""
     if (length := len(digest)) > MAX_DIGEST:
         remedy = f"at most {MAX_DIGEST} bytes, for example a SHA-256 of the prompt's token ids"
         raise Malformed(

@@ -78,7 +78,7 @@ class Ferry:
         self.spans = spans.made(self.instance)
         self.notes = Notes(lambda: self.jobs.unfinished > 0)
         self.jobs = Transfers(config, self.peers_known, metrics, self.notes, self._one_fewer, self.instance, self.spans)
-        # What an engine that has left published may still be read; nothing more is read for it.
+        # Leases of an engine that has left may still be read; nothing more is read for it.
         self.registry = Engines(
             config, self.memory, self._on_lease_end, self._on_served, self.jobs.abort_engine, self._before_retire
         )
@@ -577,7 +577,7 @@ def _over(transfer: Transfer) -> bool:
 
 
 def _total(ended: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Of (transfers, leases)."""
+    """The sum of (transfers, leases)."""
     return sum(transfers for transfers, _ in ended), sum(leases for _, leases in ended)
 
 

@@ -1,4 +1,4 @@
-"""Who calls at the peer port now: bounded for each source address, and ended when what he has proven holds no more."""
+"""Callers at the peer port: bounded for each source address, and ended when their proof holds no more."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvferryd.peers.certificates import Certificates, Identity
 
 log = logs.get(__name__)
 MAX_CALLS = 8192
-"""Calls and open streams at once: leases being read, orders followed, roster members. Of all that gRPC lets in they are
-half: nobody is kept out by who asks after the daemon's health."""
+"""Calls and open streams at once: leases being read, orders followed, roster members. Half of all that gRPC lets in:
+probes of the daemon's health keep nobody out."""
 MAX_FROM_ONE = MAX_CALLS // 4
-"""Of them from one address: that of a host with eight daemons, of which each hands on 256 orders."""
+"""From one address: a host with eight daemons, each of which hands on 256 orders."""
 
 
 MAX_WAITING = 16

@@ -114,7 +114,7 @@ class Handovers:
         except (TimeoutError, OSError) as error:
             log.debug("handover not finished", error=str(error) or "it took too long")
         finally:
-            files.close()  # those that no ticket has
+            files.close()  # without a ticket
             connection.close()
             self._places.release()
 
@@ -158,7 +158,7 @@ class Handovers:
 
 
 async def _receive(connection: socket.socket, files: Files) -> bytes:
-    """One message; every descriptor that came with it is in `files`, whatever is raised."""
+    """A message; every descriptor that came with it is in `files`, whatever is raised."""
     message = b""
     while True:
         await _readable(connection)

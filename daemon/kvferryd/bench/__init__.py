@@ -23,7 +23,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the parts gpu and peers. `device`: cuda, or cpu for a rehearsal on host memory, much smaller."""
+    """Options of the parts gpu and peers. `device`: cuda, or cpu for a rehearsal on host memory, much smaller."""
 
     quick: bool = False
     case: str = ""

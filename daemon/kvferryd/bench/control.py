@@ -34,7 +34,7 @@ AFTER_S, COUNT_S = 0.5, 30.0
 SOURCE, READER = "control-source", "control-reader"
 COLUMNS = ("turns", "callbacks", "tasks", "futures", "timers", "received", "sent", "calls", "us")
 found: Counter[str] = Counter()
-"""Of this process's event loop so far."""
+"""Counts of this process's event loop so far."""
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -140,7 +140,7 @@ class _Fleet(Fleet):
 
 
 class Cost(NamedTuple):
-    """Of one transfer, on one event loop. us: processor time of its thread. calls: Python's, of another series."""
+    """A transfer's cost on one event loop. us: processor time of its thread. calls: Python's, of another series."""
 
     series: str
     where: str
@@ -183,7 +183,7 @@ class _Pair:
                 await asyncio.gather(*map(self._receive, requests[first : first + at_once]))
                 times.append(1e3 * (time.perf_counter() - began) / at_once)
                 client += _snapshot() - own
-        await asyncio.sleep(AFTER_S)  # what follows the end is part of what a transfer costs
+        await asyncio.sleep(AFTER_S)  # the work behind the end is part of a transfer's cost
         cost = {name: await self.fleet.count(each) - before[name] for name, each in daemons.items()}
         return cost | {"client": client}, median(times)
 

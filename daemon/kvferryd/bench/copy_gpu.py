@@ -27,7 +27,7 @@ from kvferryd.memory.cuda import CudaProvider
 from kvferryd.plan import bind, plan
 
 TOKENS = 4096 * 16
-"""Of the pool: 4,096 blocks of 16 tokens, 5.4 GB."""
+"""The pool has 4,096 blocks of 16 tokens, 5.4 GB."""
 MODEL = Model(80, "kv", 2, 128)
 GRIDS = (8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
 REPEATS = 9

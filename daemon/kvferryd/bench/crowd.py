@@ -47,7 +47,7 @@ NBYTES = BLOCKS * LAYERS * 2 * BLOCK * DIM
 
 
 def manifest(engine_id: str, epoch: str, address: int) -> Manifest:
-    """Of the cache at this address: as many layers as a real model has, those of a block side by side."""
+    """The manifest of a cache at this address: as many layers as a real model has, those of a block side by side."""
     builder = ManifestBuilder(engine_id, epoch, ModelInfo(name="m", fingerprint="f"))
     builder.region(0, "host", nbytes=NBYTES, address=address)
     builder.group("full", num_blocks=BLOCKS, block_size=BLOCK)
@@ -71,7 +71,7 @@ async def _source(number: int, metrics: Metrics) -> dict[str, str]:
     region = await session.add(0, NBYTES, lambda: ferry.memory.allocate(NBYTES))
     leases = Leases(rank.engine_id, rank.epoch, lambda _: None, config.max_leases)
     agent, metadata = await _agent(rank, region.span, leases.words.span)
-    # What registering does beside this is for an engine that reads.
+    # Registering does more than this only for an engine that reads.
     session.engine = Engine(
         *rank, session, manifest(rank.engine_id, rank.epoch, region.span.address), agent, metadata,
         leases, strict=False, arena=None, runner=None, unmapped="host memory", notes=(), members={0: address},
@@ -109,7 +109,7 @@ async def _agent(rank: Rank, *spans: Span) -> tuple[Agent, bytes]:
 
 
 _kept: list[object] = []
-"""What nobody holds ends."""
+"""References: servers that nothing holds end."""
 
 
 async def _main(first: int, count: int, *source: str) -> None:

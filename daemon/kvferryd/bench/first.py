@@ -39,7 +39,7 @@ REST_S = 2.0
 AHEAD_S = 0.3
 TOKENS = 1024
 HOST, GPU = Model(16, "kv", 2, 128), Model(32, "kv", 8, 128)
-"""Of 16 KiB and 128 KiB a token: caches of 64 MiB and 8 GiB, requests of 16 and 134 MB."""
+"""Models of 16 KiB and 128 KiB a token: caches of 64 MiB and 8 GiB, requests of 16 and 134 MB."""
 HOST_TOKENS, GPU_TOKENS = 4096, 65536
 PHASES = ("connecting", "reading", "verifying")
 MET = "peer met"
@@ -114,7 +114,7 @@ async def _pair(fleet: Fleet, order: str, number: int, on: tuple[int, ...]) -> N
 
 
 async def _take(order: str, source: Engine, reader: Engine, router: RouterClient) -> _Taken:
-    """One request: published, ordered, received."""
+    """Publish, order and receive a request."""
     request_id, blocks = uuid.uuid4().hex, {"full": BlockTable.of(range(TOKENS // NHD.block))}
     async with asyncio.timeout(ONE_S):
         if order == "router":

@@ -35,7 +35,7 @@ QUICK = 7
 
 
 def flags(way: str, arena_mb: int, *of_readers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of a way's source daemons and of its readers."""
+    """Flags of a way's source daemons, and of its readers."""
     staged = ("--way", STAGED, "--arena-mb", str(arena_mb))
     sources, readers = {
         AUTO: ((), ()),

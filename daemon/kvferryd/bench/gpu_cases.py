@@ -1,4 +1,4 @@
-"""What the GPU benchmarks move: models, layouts, requests, and the oracle that knows what must have arrived.
+"""Models, layouts and requests of the GPU benchmarks, and the oracle that knows what must have arrived.
 
 Words of the source ranks' pools are counted through, and word i is i * MULTIPLIER: none stands for another. The oracle
 computes for every token, head and word where it lay and where it must be, element by element, and knows no plan.
@@ -42,7 +42,7 @@ class Model:
 
     @property
     def token_nbytes(self) -> int:
-        """Of one token, over all layers, components and heads."""
+        """Bytes of a token, over all layers, components and heads."""
         return self.rows * max(self.heads, 1) * self.dim * ITEM
 
 
@@ -57,7 +57,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """One rank's cache for `tokens` tokens, row by row: layer 0's keys, layer 0's values, layer 1's keys, ..."""
+    """A rank's cache for `tokens` tokens, row by row: layer 0's keys, layer 0's values, layer 1's keys, ..."""
 
     model: Model
     layout: Layout

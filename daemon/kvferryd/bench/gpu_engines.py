@@ -84,7 +84,7 @@ class Engine:
         return SourceBody(engine_id=self.engine_id, address=self.ranks[0].client.peer_address)
 
     def fill(self, caches: Sequence[Cache]) -> None:
-        """What a source holds."""
+        """Write the caches that a source holds."""
         for rank, cache in zip(self.ranks, caches, strict=True):
             cache.fill(rank.pool)
         self.synchronize()

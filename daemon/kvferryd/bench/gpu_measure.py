@@ -1,4 +1,4 @@
-"""One row of the table: a case moved several times from one engine to another, timed, counted and compared."""
+"""A row of the table: a case moved several times from one engine to another, timed, counted and compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONCE = 1
 
 @dataclass(slots=True)
 class Taken:
-    """One repeat: seconds, and the transfer of every request on every rank of the reader, as (rank, id)."""
+    """A repeat: seconds, and the transfer of every request on every rank of the reader, as (rank, id)."""
 
     seconds: float = 0.0
     transfers: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
@@ -34,8 +34,8 @@ class Taken:
 async def measure(case: Case, way: str, source: Engine, reader: Engine, repeats: int, warm_up: int) -> Row:
     """Medians of `repeats`, one right after another: everything is published before the first of them is ordered.
 
-    What arrived last is compared word by word, into blocks that held POISON before. Raises KvferryError: `wrong_bytes`,
-    `other_way` when a forced way was not taken, what a transfer failed with.
+    The last bytes to arrive are compared word by word, in blocks that held POISON before. Raises KvferryError:
+    `wrong_bytes`, `other_way` when a forced way was not taken, what a transfer failed with.
     """
     ids = case.ids()
     tables = [[{"full": BlockTable.of(blocks)} for blocks in side] for side in ids]
@@ -103,7 +103,7 @@ async def receive(
 
 
 async def _records(reader: Engine, taken: Taken) -> list[list[TransferRecord]]:
-    """Of every request, the record that each rank's own daemon has."""
+    """For every request, the record that each rank's own daemon has."""
     found: list[list[TransferRecord]] = []
     routers = [RouterClient(daemon.url) for daemon in reader.daemons]
     try:

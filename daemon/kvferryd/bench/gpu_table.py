@@ -89,14 +89,14 @@ class Table:
         self.keep({**asdict(row), "rate": row.rate, "reading_rate": row.reading_rate, "ceiling": self.ceiling})
 
     def keep(self, line: Mapping[str, object]) -> None:
-        """One line of JSON, on disk at once: a run that is cut off has what it measured."""
+        """Write a line of JSON to disk at once: a run that is cut off has what it measured."""
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 
     @contextmanager
     def failing(self, way: str, case: str) -> Iterator[None]:
-        """What goes wrong inside is a row, and the run goes on."""
+        """An error inside is a row, and the run goes on."""
         try:
             yield
         except TimeoutError:

@@ -97,7 +97,7 @@ async def moves() -> list[Row]:
 async def compare(
     raw: RawPair, router: RouterClient, source: Rank, destination: Rank, run_nbytes: int, nbytes: int, pattern: str
 ) -> Row:
-    """One row, its bytes compared. nbytes: of a request, a multiple of a block of ROWS runs."""
+    """A row, its bytes compared. nbytes: of a request, a multiple of a block of ROWS runs."""
     count, blocks = nbytes // run_nbytes // ROWS, POOL // run_nbytes // ROWS
     rng = np.random.default_rng(count)
     ids = [np.arange(count) if pattern == "contiguous" else rng.permutation(blocks)[:count] for _ in range(2)]

@@ -76,7 +76,7 @@ async def _measure(count: int) -> None:
 
 
 class _Known:
-    """What the reader knows, and what that costs it."""
+    """The peers that a reader knows, and their cost."""
 
     def __init__(
         self, daemon: DaemonService, router: RouterClient, source: EngineClient, reader: EngineClient, at: SourceBody
@@ -157,7 +157,7 @@ async def _engine(daemon: DaemonService, engine_id: str) -> AsyncIterator[Engine
 
 
 def _met(daemon: DaemonService) -> list[dict[str, float]]:
-    """Of each handshake so far, milliseconds by step."""
+    """Milliseconds by step, for each handshake so far."""
     lines = (json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{"))
     return [line["took_ms"] for line in lines if line["event"] == "peer met"]
 
@@ -169,7 +169,7 @@ def _held(daemon: DaemonService) -> tuple[float, int]:
 
 
 async def _idle(daemon: DaemonService) -> float:
-    """What share of a processor it takes when nobody asks for anything."""
+    """The share of a processor that an idle daemon takes."""
     began_s = _cpu_s(daemon)
     await asyncio.sleep(IDLE_S)
     return (_cpu_s(daemon) - began_s) / IDLE_S

@@ -1,4 +1,4 @@
-"""What kvferry is measured against: the same bytes, read with NIXL alone between two processes.
+"""The yardstick of kvferry: the same bytes, read with NIXL alone between two processes.
 
 The best way NIXL has for a pool of equal blocks: one prepared list for each side, and indices. On host memory both
 sides map the very regions of the daemons: the same physical pages, whose placement decides as much as anything else.

@@ -1,4 +1,4 @@
-"""What it costs a daemon to be watched: /healthz beside open status pages, with a full history of transfers of 3 ranks.
+"""The cost of being watched: /healthz beside open status pages, with a full history of transfers of 3 ranks.
 
 A page asks as the status page does. `whole`: for everything each time; `changes`: for what has changed since its last
 answer. A daemon that does not know `since` and `limit` answers both with everything.

@@ -65,7 +65,7 @@ class Case:
         return self.blocks if self.permuted else 1
 
     def ids(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-        """Of the source's blocks and the reader's: from every other block if no two may follow one another."""
+        """The source's blocks and the reader's: every other block if no two may follow one another."""
         if not self.permuted:
             return np.arange(self.blocks), np.arange(self.blocks)
         every, rng = np.arange(0, POOL // self.block_nbytes, 2), np.random.default_rng(self.blocks)

@@ -1,4 +1,4 @@
-"""`kvferry`: the one command. What a command needs is imported when it runs, so that --help needs nothing."""
+"""`kvferry`: the one command. Imports wait until a command runs, so that --help needs nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _not_installed(error: ModuleNotFoundError, command: str) -> KvferryError:
-    """What to install, when a package is missing that a command builds on."""
+    """The package to install, when one is missing that a command builds on."""
     missing = (error.name or "").partition(".")[0]
     if missing in ("kvferry", "kvferryd"):
         why, remedy = f"kvferry {command} is not part of this installation", "install kvferry from a release"
@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of one command. settings: it takes a flag for every setting, also in the spelling of the file.
+    """A command's parser. settings: it takes a flag for every setting, also in the spelling of the file.
 
     They are added when they are needed, as pydantic is loaded for them.
     """
@@ -229,7 +229,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per setting; `parse_args` leaves what was not given at None, and everything else raw."""
+    """Add a flag per setting; `parse_args` leaves what was not given at None, and everything else raw."""
     from kvferryd.config import OPTIONS, PREFIX, form, written
 
     parser.add_argument("--config", metavar="FILE", help=f"TOML file of settings (environment: {PREFIX}CONFIG)")

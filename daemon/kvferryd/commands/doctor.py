@@ -136,7 +136,7 @@ def engine_socket(config: Config) -> Iterator[Finding]:
 
 
 def ports(config: Config) -> Iterator[Finding]:
-    """Of a daemon that is to start: one that runs has them."""
+    """For a daemon that is to start: a running one has its ports."""
     for name in ("rest", "peer"):
         host, port = split_address(getattr(config, name))
         try:
@@ -297,7 +297,7 @@ def daemon(config: Config) -> Iterator[Finding]:
 
 START: tuple[Check, ...] = (variables, packages, gpu, engine_socket, roster, certificates)
 CHECK = (*START, ports)
-"""Of `serve --check`."""
+"""The checks of `serve --check`."""
 CHECKS = (*START, daemon, ipc, pid_namespace, claim, transports, rdma, memlock, handles)
 """Of `doctor`."""
 

@@ -20,7 +20,7 @@ HEADS: tuple[str, ...] = ("STATE", "DAEMON", "DEVICE", "SOCKET", "ENGINE", "REST
 
 
 class Record(BaseModel):
-    """What `kvferry host` writes beside a daemon's socket."""
+    """The file that `kvferry host` writes beside a daemon's socket."""
 
     name: str
     device: str

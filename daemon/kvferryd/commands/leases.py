@@ -22,7 +22,7 @@ async def leases(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def lease_table(found: Sequence[LeaseRecord]) -> str:
-    """Those that are held first, then the newest. READERS: who reads or has read it, each with its state and bytes."""
+    """Held leases come first, then the newest. READERS: who reads or has read it, each with its state and bytes."""
     rows = []
     for lease in sorted(found, key=lambda lease: (lease.state.ended, -lease.created_at)):
         readers = (f"{each.engine_id}/{each.rank} {each.state} {size(each.bytes)}" for each in lease.readers)

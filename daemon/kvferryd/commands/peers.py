@@ -1,4 +1,4 @@
-"""`kvferry peers`: whom this daemon reads from, how they fare, and who reads here. Those that fail come first."""
+"""`kvferry peers`: whom this daemon reads from, how they fare, and who reads here. Failing peers come first."""
 
 from __future__ import annotations
 

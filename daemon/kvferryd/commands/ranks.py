@@ -20,7 +20,7 @@ HEADS: tuple[str, ...] = ("STATE", "ENGINE", "RANK", "REST", *FIGURES)
 
 
 class Rank(BaseModel):
-    """What the daemon of one rank says. error: why it could not be asked; `ready` and `totals` are missing then."""
+    """The answer of a rank's daemon. error: why it could not be asked; `ready` and `totals` are missing then."""
 
     engine_id: str
     rank: int
@@ -39,7 +39,7 @@ class Rank(BaseModel):
 
 
 async def ranks_of(config: Config, daemon: RouterClient) -> list[Rank]:
-    """Of every engine that the daemon serves, by engine and rank."""
+    """The ranks of every engine that the daemon serves, by engine and rank."""
     engines = await daemon.engines()
     wanted = [
         (engine.engine_id, rank, daemon.url if rank == engine.rank else engine.rest.get(rank, ""))

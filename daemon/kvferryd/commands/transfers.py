@@ -54,7 +54,7 @@ def transfer_table(records: Sequence[TransferRecord]) -> str:
 
 
 def _total_ms(record: TransferRecord) -> float:
-    """Of an unfinished transfer the time until now, as phases are counted at their end."""
+    """An unfinished transfer counts until now, as phases are counted at their end."""
     if record.state.ended:
         return record.phases_ms.get("total", 0.0)
     return max(0.0, (time.time() - record.created_at) * 1000)

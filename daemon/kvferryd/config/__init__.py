@@ -1,6 +1,6 @@
 """The daemon's settings, and the only reader of the environment.
 
-One model, `Config`, drives the TOML file, the KVFERRY_* variables, the flags of `kvferry serve` and the table in
+A model, `Config`, drives the TOML file, the KVFERRY_* variables, the flags of `kvferry serve` and the table in
 docs/reference. Flags win over the environment, the environment over the file. The types are in `kvferryd.config.types`.
 """
 
@@ -126,7 +126,7 @@ class Config(BaseModel):
 
     @property
     def url(self) -> str:
-        """Where a command on this machine reaches the daemon over REST: its certificate is for `advertise`."""
+        """The REST address for a command on this machine: its certificate is for `advertise`."""
         host, port = split_address(self.rest)
         if is_wildcard(self.rest):
             host = split_address(self.advertise)[0] if self.rest_tls else "127.0.0.1"
@@ -134,14 +134,14 @@ class Config(BaseModel):
 
     @property
     def rest_url(self) -> str:
-        """Where others reach the daemon over REST: of loopback, those of this host alone."""
+        """The REST address for others: on loopback, others of this host alone."""
         if not is_wildcard(self.rest):
             return self.url
         host, port = split_address(self.advertise)[0], split_address(self.rest)[1]
         return f"http{'s' if self.rest_tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def warnings(self) -> Iterator[str]:
-        """What is allowed but should be known, one sentence each."""
+        """Settings that are allowed but should be known, a sentence each."""
         if not is_loopback(self.rest) and self.token_file is None and not self.rest_tls:
             yield f"REST listens on {self.rest} and takes requests without a token: set token_file or rest_tls"
         if self.strict and self.may_use_tcp:
@@ -169,7 +169,7 @@ def written(value: object) -> str:
 
 
 def form(field: FieldInfo) -> Form:
-    """What to write for a setting."""
+    """The form in which a setting is written."""
     for each in field.metadata:
         if isinstance(each, Form):
             return each
@@ -196,7 +196,7 @@ class ConfigError(Malformed):
 
 
 def bad_config(field: str, value: object, why: str, remedy: str) -> Malformed:
-    """One wrong setting."""
+    """The error for a wrong setting."""
     return Malformed("bad_config", why, field=field, value=value, remedy=remedy)
 
 

@@ -28,7 +28,7 @@ class Wrong(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What to write as a value, for people, and the short word for it in a flag's help."""
+    """A value's form, for people, and the short word for it in a flag's help."""
 
     text: str
     metavar: str
@@ -91,7 +91,7 @@ def _socket(path: Path) -> Path:
 
 
 def _file(path: Path) -> Path:
-    """One that is there, can be read and is not empty: better known at the start than at the first request."""
+    """A file that is there, can be read and is not empty: better known at the start than at the first request."""
     try:
         with path.open("rb") as opened:
             if not opened.read(1):

@@ -1,4 +1,4 @@
-"""What a copy runs: rows times segments, with an address for every run on either side."""
+"""A copy's work: rows times segments, with an address for every run on either side."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Batch:
         return self.rows * len(self.source.segments)
 
     def at(self, source: int, destination: int) -> Batch:
-        """Where the regions or slots that the sides are relative to begin at these addresses."""
+        """The same rows, with the sides' regions or slots at these addresses."""
         return Batch(self.nbytes, self.rows, self.source.at(source), self.destination.at(destination))
 
     @property

@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """What one slot carries: `nbytes` from its start, of one source rank."""
+    """A slot's content: `nbytes` from its start, of one source rank."""
 
     source_rank: int
     pieces: tuple[Piece, ...]

@@ -36,7 +36,7 @@ SCRATCH_NBYTES = 64 << 10
 
 
 class Shape(NamedTuple):
-    """What the kernel is compiled for; see copy/kernel.py."""
+    """The constants of a compiled kernel; see copy/kernel.py."""
 
     word: int
     piece: int
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Scratch:
-    """Where one launch's entries and segments are on the host and on the GPU. Free once `used` is reached."""
+    """The places of one launch's entries and segments on the host and on the GPU. Free once `used` is reached."""
 
     host: cuda.Pinned
     address: int
@@ -55,7 +55,7 @@ class _Scratch:
 
 
 USUAL = tuple(Shape(WIDEST, piece, False) for piece in reversed(PIECES))
-"""Of runs that are aligned to 16 bytes and have a power of two of them, the longest first: what other layouts need."""
+"""Shapes for runs aligned to 16 bytes that have a power of two of them, the longest first: other layouts need them."""
 
 
 class NotPrepared(Exception):
@@ -76,7 +76,8 @@ def load() -> tuple[Any, Any]:
 
 
 class Copier:
-    """Copies on one GPU, on any number of streams. `close` it. One thread may `prepare` beside the one that copies."""
+    """Copies on one GPU, on any number of streams. `close` it. A single thread may `prepare` beside the one that
+    copies."""
 
     def __init__(self, device: cuda.Device, sums: int = 0) -> None:
         """sums: an address, into which the runs are summed instead of being copied (`kernel.sum_runs`).
@@ -203,7 +204,7 @@ class Copier:
         return launches
 
     def _table(self, side: Side) -> int:
-        """Where a side's first row lies on the GPU."""
+        """The address of a side's first row on the GPU."""
         self._tables.move_to_end(side.table)
         return self._tables[side.table] + 8 * side.first_row
 

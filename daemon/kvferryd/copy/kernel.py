@@ -74,7 +74,7 @@ def sum_runs(  # type: ignore[no-untyped-def]
             found = (values & 0xFFFFFFFF) * _key(at // 4) + (values >> 32) * _key(at // 4 + 1)
         else:
             found = (values << (at % 4 * 8)) * _key(at // 4)
-        chunk = tl.load(tl.load(entry + 9).to(tl.pointer_type(tl.int64))) >> 32  # of one batch it is the same one
+        chunk = tl.load(tl.load(entry + 9).to(tl.pointer_type(tl.int64))) >> 32  # the same for all of a batch
         tl.atomic_add(sums.to(tl.pointer_type(tl.uint64)) + chunk, tl.sum(found), sem="relaxed")
 
 
@@ -86,7 +86,8 @@ def _tile(  # type: ignore[no-untyped-def]
     PIECE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
 ):
-    """Of each piece of a tile: where it begins on either side, whether there is one, and which one of its run it is."""
+    """For each piece of a tile: where it begins on either side, whether there is one, and which one of its run it
+    is."""
     PIECES: tl.constexpr = TILE // PIECE  # noqa: N806
     nth = tl.arange(0, PIECES).to(tl.uint32)
     piece = (tile - tl.load(entry)).to(tl.uint32) * PIECES + nth

@@ -65,7 +65,7 @@ def _by_length(tokens: Ints) -> Iterable[tuple[int, Any]]:
 def mapped(
     wanted: Iterable[Move], sources: Mapping[tuple[int, int], int], destinations: Mapping[int, int]
 ) -> list[Batch]:
-    """One pass from regions to regions. Addresses: of sources by (rank, region), of destinations by region."""
+    """A pass from regions to regions. Addresses: of sources by (rank, region), of destinations by region."""
     return [
         move.batch.at(sources[move.source_rank, move.source_region], destinations[move.destination_region])
         for move in wanted

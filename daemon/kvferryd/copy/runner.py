@@ -1,8 +1,8 @@
-"""One GPU's copies, and the memory of others mapped for them.
+"""A GPU's copies, and the memory of others mapped for them.
 
 Copies are launched, and their end is noticed, on the event loop: that takes microseconds, and the way to a thread and
-back takes longer than a small copy. What takes longer (compiling, mapping) is done on a thread. A copy cannot be called
-back once it is launched: it is quiet when its event has been reached, whatever became of the transfer.
+back takes longer than a small copy. Longer work (compiling, mapping) is done on a thread. A copy cannot be called back
+once it is launched: it is quiet when its event has been reached, whatever became of the transfer.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ class Runner:
                 self._late.ring_by(self._loop.time() + POLL_S)
 
     def _next(self) -> list[GpuCopy]:
-        """The copy whose turn it is, and those behind it that may be launched with it. What was given up ends here."""
+        """The copy whose turn it is, and those behind it that may be launched with it. Copies that were given up end
+        here."""
         copies: list[GpuCopy] = []
         nbytes = 0
         while self._waiting:

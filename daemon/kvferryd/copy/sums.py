@@ -32,12 +32,12 @@ WORD_NBYTES = 4
 AT_ONCE = 1024
 """Chunks that a GPU sums in one launch."""
 Pack = Callable[[Chunk, int], Iterable[Batch]]
-"""What packs a chunk into a buffer at this address."""
+"""Packs a chunk into a buffer at this address."""
 
 
 @functools.lru_cache(maxsize=MOST_NBYTES // SLICE_NBYTES)
 def keys(first: int) -> npt.NDArray[np.uint64]:
-    """Of the words of a slice, from the `first` on: SplitMix64, made odd. `kernel.py` computes the same."""
+    """Keys of the words of a slice, from the `first` on: SplitMix64, made odd. `kernel.py` computes the same."""
     places = np.arange(first + 1, first + 1 + SLICE_NBYTES // WORD_NBYTES, dtype=np.uint64)
     mixed = places * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -50,7 +50,7 @@ class HostSums:
     """Packs each chunk into a buffer."""
 
     def __init__(self) -> None:
-        self._buffer = np.zeros(MOST_NBYTES, np.uint8)  # what no chunk reaches takes no memory
+        self._buffer = np.zeros(MOST_NBYTES, np.uint8)  # memory that no chunk reaches is never taken
         self._products = np.empty(SLICE_NBYTES // WORD_NBYTES, np.uint64)
 
     def __call__(self, chunks: Sequence[Chunk], pack: Pack) -> list[int]:
@@ -101,7 +101,7 @@ class GpuSums:
 
 
 class Sums:
-    """One engine's, on a thread of their own, which starts with the first. Closed before the memory is."""
+    """An engine's checksums, on a thread of their own, which starts with the first. Closed before the memory is."""
 
     def __init__(self, device: cuda.Device | None = None, programs: int = 0) -> None:
         """device: where the memory is; of its SMs `programs` may be taken."""
@@ -114,7 +114,7 @@ class Sums:
         self._worker = Worker("sums", end=self._unmake)
 
     async def of(self, chunks: Callable[[], Sequence[Chunk]], pack: Pack) -> list[int]:
-        """Of each chunk. chunks: called on the thread too. Raises KvferryError."""
+        """The sum of each chunk. chunks: called on the thread too. Raises KvferryError."""
         self._check_open()
         return await submit(self._worker.put, lambda: self._of(chunks, pack), typed)
 

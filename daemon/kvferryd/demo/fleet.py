@@ -1,4 +1,4 @@
-"""Real processes for a demo or a test: daemons, reference engines, a proxy. Whoever makes a Fleet closes it.
+"""Real processes for a demo or a test: daemons, reference engines, a proxy. The maker of a Fleet closes it.
 
     async with Fleet() as fleet:
         ranks = fleet.daemons("decode", 3)
@@ -118,7 +118,7 @@ class Fleet:
     def daemons(
         self, name: str, count: int, *, flags: Sequence[str] = (), devices: Sequence[str] = (), kept: bool = False
     ) -> list[DaemonService]:
-        """One daemon per rank, rank 0 first. devices: of each rank; the CPU where none are named."""
+        """A daemon per rank, rank 0 first. devices: of each rank; the CPU where none are named."""
         started: list[DaemonService] = []
         for rank in range(count):
             placed = ("--device", devices[rank], *flags) if devices else flags
@@ -212,7 +212,7 @@ class Fleet:
                 os.close(fd)
 
     def ended(self) -> list[Service]:
-        """Those whose process is gone."""
+        """Services whose process is gone."""
         return [service for service in self.services if service.process.poll() is not None]
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class Fleet:
     def _environment(self) -> dict[str, str]:
         """Ours, without settings that are meant for a daemon of the user's own; what is left lying goes with us."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-        # One thread per process: a dozen processes on few cores only get in each other's way.
+        # Each process gets a single thread: a dozen processes on few cores only get in each other's way.
         ours = {"NIXL_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         return inherited | ours | {"TMPDIR": str(self.directory)}
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 VOCABULARY = 512
-"""Of the reference engine's preset `demo`."""
+"""As the reference engine's preset `demo` has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the demo says: progress while it works, a table of the transfers, one plain line on the tokens."""
+"""The demo's output: progress while it works, a table of the transfers, one plain line on the tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Narrator:
 
 
 def transfer_table(completed: Sequence[Completed], records: Sequence[TransferRecord]) -> Table:
-    """One row per request, in the order in which they were sent."""
+    """A row per request, in the order in which they were sent."""
     by_request = {record.request_id: record for record in records}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("request", "prompt", "held", "moved", "bytes", "runs", "path", "ms", "state"):
@@ -73,7 +73,7 @@ def transfer_table(completed: Sequence[Completed], records: Sequence[TransferRec
 
 
 def verdict(completed: Sequence[Completed], alone: Sequence[Completed], records: Sequence[TransferRecord]) -> list[str]:
-    """What differs, or what failed; empty when every token is equal and every transfer done."""
+    """The differences and failures; empty when every token is equal and every transfer done."""
     faults = []
     by_request = {record.request_id: record for record in records}
     for answer, expected in zip(completed, alone, strict=True):

@@ -1,4 +1,4 @@
-"""What the demo does, in order: start everything, two waves of prompts, compare with an engine that worked alone."""
+"""The demo's steps: start everything, two waves of prompts, compare with an engine that worked alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The words that an engine's streams write, and waiting until one has its value (see kvferry.memory.fences).
 
-Nobody is told when a GPU writes to memory, so a thread looks, the less often the longer it has waited.
+A GPU's write to memory wakes nobody, so a thread looks, the less often the longer it has waited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferryd.aio import settle
 
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 PATIENCE = 1 / 16
-"""Of what has been waited already: a fence is seen so much later than it is reached, at most."""
+"""A fence is seen later than it is reached by at most this share of the wait."""
 CLOSE_S = 5.0
 
 
@@ -68,7 +68,7 @@ class Fences:
         return reached
 
     async def close(self) -> None:
-        """Stop looking, and unmap. Idempotent. What still waits is never told."""
+        """Stop looking, and unmap. Idempotent. Waits that are left are never told."""
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         if not self._thread.is_alive():

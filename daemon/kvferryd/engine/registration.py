@@ -43,7 +43,7 @@ COMPONENT_AS = 128
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Engine:
-    """One rank of an engine in one session. Owns its agent, with which every read ends that could touch the memory."""
+    """A rank of an engine in one session. Owns its agent, with which every read ends that could touch the memory."""
 
     engine_id: str
     epoch: str
@@ -81,7 +81,7 @@ class Engine:
     weights: str = ""
     """The name of those that it has now; empty for those that its manifest's fingerprint stands for."""
     _described: asyncio.Future[layout_pb2.Manifest] | None = None
-    """What `described` returns, once it was asked for."""
+    """The result of `described`, once it was asked for."""
     unseeded: str = ""
     """Why the seed of its roster does not answer; empty while it does."""
     _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,7 +94,7 @@ class Engine:
 
     @property
     def addresses(self) -> dict[int, int]:
-        """Where each region begins."""
+        """The address of each region's first byte."""
         return self.session.addresses
 
     async def described(self) -> layout_pb2.Manifest:
@@ -109,7 +109,7 @@ class Engine:
         return bool(self.roster_key) and hmac.compare_digest(self.roster_key, key)
 
     def reader_key(self, source: str) -> bytes:
-        """By which engine `source` knows all ranks of this one as one reader. Each source is given another."""
+        """The key by which `source` knows all ranks of this engine as one reader. Each source is given another."""
         return _reader_key(self.roster_key or self._alone, source)
 
     def set_members(
@@ -269,7 +269,7 @@ async def _rehearse(
     manifest: Manifest, runner: Runner | None, arena: Arena | None, sums: Sums | None, addresses: Mapping[int, int]
 ) -> None:
     """Plan a copy to an engine of the same layout, and prepare the kernels that it needs, and its checksums: most peers
-    are such engines, and nobody waits for it yet. What fails here fails, or not, with a peer."""
+    are such engines, and nobody waits for it yet. Faults here fail, or do not, with a peer."""
 
     def planned() -> tuple[Plan, list[Move]]:
         own = plan([manifest], manifest)

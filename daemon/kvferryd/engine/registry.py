@@ -60,11 +60,11 @@ class Engines:
 
     @property
     def sessions(self) -> list[Session]:
-        """One for each engine, whether it has registered or not."""
+        """The session of each engine, whether it has registered or not."""
         return [self._sessions[id] for id in self._machine.current()]
 
     def __iter__(self) -> Iterator[Engine]:
-        """Those that are registered."""
+        """Registered engines."""
         return iter([session.engine for session in self.sessions if session.engine is not None])
 
     # ---- what the machine says ----
@@ -139,7 +139,7 @@ class Engines:
     # ---- engines ----
 
     async def attach(self, rank: Rank, resume: str = "") -> Session:
-        """A new session. What there was of this engine before is retired first.
+        """A new session. Anything of this engine from before is retired first.
 
         resume: a session of the same rank and epoch, whose daemon-owned regions go on in this one.
         """

@@ -44,7 +44,7 @@ class Session:
             self.regions, before.regions = before.regions, {}
         self.fences: Fences | None = None
         self.engine: Engine | None = None
-        """What is registered."""
+        """The rank that is registered."""
         self.registering = False
         """`engine` is being made."""
         self.events = Outbox(_several)
@@ -113,7 +113,7 @@ class Session:
 
     @property
     def addresses(self) -> dict[int, int]:
-        """Where each region begins."""
+        """The address of each region's first byte."""
         return {id: region.span.address for id, region in self.regions.items()}
 
     def check_open(self) -> None:

@@ -201,7 +201,7 @@ def _say_refused(error: KvferryError, refusals: Sequence[Refusal], *, as_json: b
 
 
 def _say_wrong(error: KvferryError, *, as_json: bool) -> int:
-    """What is wrong with files, tables or arguments: on stderr for people, on stdout for programs too."""
+    """Say what is wrong with files, tables or arguments: on stderr for people, on stdout for programs too."""
     _print(f"kvferry: {error}", sys.stderr)
     if as_json:
         about = {name: getattr(error, name) for name in ("code", "message", "field", "value", "remedy")}

@@ -26,7 +26,7 @@ class Share(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One share of several components in several layers. nbytes: of one token, in a state group of the state."""
+    """A share of several components in several layers. nbytes: of one token, in a state group of the state."""
 
     share: Share
     layers: tuple[int, ...]
@@ -35,7 +35,8 @@ class Part(NamedTuple):
 
 
 def parts(chosen: Plan) -> list[Part]:
-    """What the plan's destination reads, each element in one part; components with equal shares and layers together."""
+    """The parts that the plan's destination reads, each element in one; components with equal shares and layers
+    together."""
     read: dict[tuple[Share, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for copy in chosen.copies:
         for alike in copy.alike:
@@ -50,7 +51,7 @@ def parts(chosen: Plan) -> list[Part]:
 
 
 def reads(plans: Iterable[Plan]) -> list[PlanRead]:
-    """What each of these plans' destinations reads, for GET /v1/plan."""
+    """The reads of each of these plans' destinations, for GET /v1/plan."""
     return [
         PlanRead(
             reader=chosen.destination.rank,

@@ -21,7 +21,7 @@ Bindings: TypeAlias = tuple[dict[int, Tables], Tables, tuple[int, int]]
 MOST_TOKENS = 4096
 """A typical request is at most this long: enough for the block sizes of both sides to meet in every way."""
 MOST_RUNS = 1 << 22
-"""Of a typical request: some 300 MB. Where there would be more it has fewer tokens."""
+"""The most runs of a typical request of some 300 MB. A request with more is made shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def run_rows(bound: Bound) -> list[list[int]]:
 
 
 def summarise(chosen: Plan) -> Summary:
-    """What a long request in scattered blocks would do, by binding the plan to one."""
+    """Bind the plan to a long request in scattered blocks, and sum it up."""
     paged = [copy for copy in chosen.copies if copy.destination_group.kind == "paged"]
     states = [copy for copy in chosen.copies if copy.destination_group.kind == "state"]
     per_token = sum(copy.most_runs(copy.segment, EVERY) / copy.segment for copy in paged)

@@ -19,8 +19,8 @@ SIZES_SHOWN = 8
 
 
 def explain_text(sources: Sequence[Manifest], destination: Manifest, tables: Bindings | None, way: str = "auto") -> str:
-    """Who reads what from whom, with the runs of a request (tables) or of a typical one, and what every way would take.
-    way: the setting. Raises as `explain_json`."""
+    """The plan in words, with the runs of a request (tables) or of a typical one, and the time that every way would
+    take. way: the setting. Raises as `explain_json`."""
     chosen = plan_distinct(sources, destination)
     summary = summarise(chosen)
     head = f"{_name(destination)} reads from {len(chosen.reads_from)} of {len(sources)} source ranks"

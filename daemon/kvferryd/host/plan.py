@@ -65,5 +65,5 @@ def _listed(chosen: str) -> Iterator[int]:
 
 
 def record_of(daemon: Daemon) -> Path:
-    """Where others of this host read what the daemon is: beside its socket."""
+    """The file in which others of this host read what the daemon is: beside its socket."""
     return daemon.config.engine_socket.with_suffix(".json")

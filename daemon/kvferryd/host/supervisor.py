@@ -19,8 +19,8 @@ PAUSES_S = (0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 @dataclass
 class Place:
-    """Of a daemon: when its last keeper was started, how many have ended early, and when the next one is to come; the
-    loop's clock. due: None while a keeper lives."""
+    """A daemon's place: when its last keeper was started, how many have ended early, and when the next one is to come;
+    the loop's clock. due: None while a keeper lives."""
 
     daemon: Daemon
     began: float

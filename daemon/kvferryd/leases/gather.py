@@ -29,7 +29,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Gatherer:
-    """What one registered engine gathers from and into. `regions`: addresses."""
+    """Gathers from one registered engine's memory. `regions`: addresses."""
 
     own: Manifest
     regions: Mapping[int, int]
@@ -37,7 +37,7 @@ class Gatherer:
     pairings: Pairings
 
     def slot_nbytes(self) -> int:
-        """Of the arena. Raises KvferryError (`no_arena`)."""
+        """Bytes of an arena's slot. Raises KvferryError (`no_arena`)."""
         if self.arena is None:
             raise Conflict("no_arena", "this daemon has no staging arena", field="arena_mb", remedy="read directly")
         return self.arena.slot_nbytes

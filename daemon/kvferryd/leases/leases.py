@@ -43,7 +43,7 @@ class Leases:
         self.words, self.source = Words(limit), Source(limit)
         self.streams: dict[int, ServedStream] = {}
         self._numbers = itertools.count(1)
-        """Of streams and fences."""
+        """Numbers of streams and fences."""
         self._fences: dict[int, asyncio.Future[None]] = {}
         self._timer = Timer(lambda: self.on(e.Tick()))
         self._arisen: deque[e.SourceEvent] = deque()
@@ -84,7 +84,7 @@ class Leases:
             return []
 
     def _carry_out(self, effects: Iterable[e.SourceEffect]) -> None:
-        """One that fails stops no other."""
+        """An effect that fails stops no other."""
         for effect in effects:
             try:
                 self._do(effect)
@@ -178,7 +178,7 @@ class Leases:
         return self.source.leases.get(request_id)
 
     def record(self, lease: Lease) -> LeaseRecord:
-        """Of one that is held."""
+        """The record of a lease that is held."""
         account = lease.account(asyncio.get_running_loop().time())
         return record_of(account, self.engine_id, self.epoch)
 
@@ -191,5 +191,5 @@ class Leases:
         return Counter(it.state for it in (*self.source.leases, *self.source.leases.ended()))
 
     def inbound(self) -> list[InboundRecord]:
-        """Of every reader that is connected, how it stands."""
+        """The state of every connected reader."""
         return [stream.record() for stream in self.streams.values()]

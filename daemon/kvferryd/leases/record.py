@@ -1,4 +1,4 @@
-"""What of a lease goes to the wire and into records."""
+"""Leases on the wire and in records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def reader_id(reader: peer_pb2.Reader) -> ReaderId:
 
 
 def announced_as(request_id: str) -> str:
-    """What readers that may not know the request id are told instead: with the id they could close its lease."""
+    """The name for readers that may not know the request id: with the id they could close its lease."""
     return hashlib.sha256(request_id.encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""One reader's stream at the source, as tasks and messages; what it is told is decided in kvferry.protocol.serving."""
+"""A reader's stream at the source, as tasks and messages; kvferry.protocol.serving decides what it is told."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONGEST_BY = 64
 
 @dataclass(frozen=True)
 class _Turn:
-    """What the outbox calls when a reading's turn comes; equal for the same reading."""
+    """The outbox calls this when a reading's turn comes; equal for the same reading."""
 
     stream: ServedStream
     reading: int
@@ -152,7 +152,7 @@ class ServedStream:
         if told is None:
             return None
         if not isinstance(told, p.Packed):
-            self.speak(reading)  # of what else there is
+            self.speak(reading)  # there may be more
         return self._reply(reading, told)
 
     def _reply(self, reading: int, told: e.Told) -> peer_pb2.ReadReply:

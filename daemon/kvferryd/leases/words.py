@@ -27,7 +27,7 @@ class Words:
         self._words = np.zeros(limit, dtype=np.uint64)
         self._free = list(range(limit))
         self._at: dict[int, int] = {}
-        """Where each value lies."""
+        """The address of each value."""
 
     @property
     def span(self) -> Span:

@@ -1,5 +1,5 @@
 """Memory that holds KV. A provider for each kind allocates regions that the daemon owns and adopts regions that an
-engine owns. Whoever made a region closes it.
+engine owns. The maker of a region closes it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Region:
     owned: bool
     """Allocated here or by a daemon before this one: it outlives its engine. Otherwise it is an engine's own."""
     told: engine_pb2.Memory = field(repr=False)
-    """What an engine or a peer needs to map it. Of adopted memory what its engine told us: a mapping cannot be exported
-    again, so peers get the engine's own handle."""
+    """Tells an engine or a peer how to map it. For adopted memory, what its engine told us: a mapping cannot be
+    exported again, so peers get the engine's own handle."""
     undo: ExitStack = field(repr=False)
     """Closing it frees or unmaps the memory."""
     slow_source: str = ""
@@ -95,6 +95,6 @@ def provider(config: Config, keeper: Keeper | None = None) -> Provider:
         return HostProvider()
     from kvferryd.memory.cuda import CudaProvider
 
-    # What a keeper holds is imported here: NIXL reads it directly at a hundredth of the link's rate, and whether a NIC
-    # can be given it is not known.
+    # Memory that a keeper holds is imported here: NIXL reads it directly at a hundredth of the link's rate, and whether
+    # a NIC can be given it is not known.
     return CudaProvider(config.device, None if config.way == "direct" or config.require_rdma else keeper)

@@ -62,7 +62,7 @@ class CudaProvider:
             return Region(self._span(address, nbytes), True, memory, undo.pop_all(), probe=lambda: nonce)
 
     def _cleared(self, address: int, nbytes: int) -> Probe:
-        """Of zeros, but for the random bytes at its end."""
+        """The probe is zeros, but for the random bytes at its end."""
         nonce = Probe(nbytes - PROBE_NBYTES, secrets.token_bytes(PROBE_NBYTES))
         written = ctypes.create_string_buffer(nonce.held, PROBE_NBYTES)
         with closing(self.device.stream()) as stream:
@@ -116,7 +116,7 @@ class CudaProvider:
         )
 
         def probe() -> Probe:
-            """What the engine has there now: no byte of its memory is ours to write."""
+            """The engine's own bytes: none of its memory is ours to write."""
             return Probe(given.offset, read(self.device, shared.address, min(PROBE_NBYTES, nbytes)))
 
         return Region(self._span(shared.address, nbytes), False, memory, undo, SLOW_ADOPTED, probe=probe)

@@ -16,7 +16,7 @@ from kvferryd.memory import Region
 from kvferryd.transport.read import Span
 
 NAME = "kvferry-cache"
-"""What /proc shows of a region that a daemon made."""
+"""The name in /proc of a region that a daemon made."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -27,7 +27,7 @@ class HostProvider:
         """A new zeroed region; its engine keeps it. Raises KvferryError (`out_of_memory`)."""
         try:
             return _made(nbytes)
-        except OSError as error:  # of descriptors too, which pass
+        except OSError as error:  # lack of descriptors too, which passes
             message = f"there is no room for {nbytes} bytes of shared memory: {error}"
             remedy = "raise the limit that it names, or try again when less is open"
             raise Full("out_of_memory", message, field="nbytes", value=nbytes, remedy=remedy) from None
@@ -73,7 +73,7 @@ def _available() -> int:
 
 
 def _left_in_group() -> int:
-    """Of a limit set for this container (cgroup v2), which also counts the cached pages of files."""
+    """Bytes left of this container's limit (cgroup v2), which also counts the cached pages of files."""
     try:
         limit, taken = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         cached = re.search(r"^inactive_file (\d+)$", (CGROUP / "memory.stat").read_text(), re.MULTILINE)

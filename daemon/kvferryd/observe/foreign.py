@@ -1,4 +1,4 @@
-"""What others than us write to this process's output, NIXL, UCX, the interpreter as it dies, as JSON lines.
+"""Output of this process that is not ours (NIXL, UCX, the interpreter as it dies), as JSON lines.
 
 Libraries in C write to the descriptors 1 and 2. So these are a pipe, which a small process reads to its end: it lives
 when this one has crashed, and what was said last comes out. Our own lines go past it, straight to where they should.
@@ -38,7 +38,7 @@ class Writer:
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def put(self, line: str) -> None:
-        """By one thread at a time."""
+        """Called by one thread at a time."""
         if self._taken - self._written >= (WAITING // 2 if self._lost else WAITING):
             self._lost += 1
             return
@@ -60,7 +60,7 @@ class Writer:
             try:
                 while data:
                     data = data[os.write(self._descriptor, data) :]
-            except OSError:  # nobody reads them any more
+            except OSError:  # the reader has gone
                 pass
             self._written += len(line)
             self._lines.task_done()
@@ -77,7 +77,7 @@ def wrap() -> int:
     for descriptor in (1, 2):
         os.dup2(reader.stdin.fileno(), descriptor)
     reader.stdin.close()
-    reader.returncode = 0  # nobody waits for it: it outlives us
+    reader.returncode = 0  # it outlives us, unwaited
     return own
 
 
@@ -118,7 +118,7 @@ def main() -> None:
     for line in lines(0):
         if line.strip():
             writer.put(as_json(line.rstrip()))
-    writer.flush(60.0)  # nobody waits for us
+    writer.flush(60.0)  # it may take its time
 
 
 if __name__ == "__main__":

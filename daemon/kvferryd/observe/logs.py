@@ -1,4 +1,4 @@
-"""One structured line per event, on stderr: text for people, JSON for machines.
+"""A structured line per event, on stderr: text for people, JSON for machines.
 
 Modules take their logger with `logs.get(__name__)` and name what a line is about with `bound(transfer_id=...)`.
 uvicorn, grpc and everything else that logs through the standard library goes through the same pipe.
@@ -32,7 +32,7 @@ class _Bounded:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}
-        """Of each event: the second of its last line, and the lines wanted since that second began."""
+        """For each event: the second of its last line, and the lines wanted since that second began."""
 
     def __call__(self, logger: WrappedLogger, method: str, line: EventDict) -> EventDict:
         event, now = str(line.get("event")), int(time.monotonic())
@@ -67,14 +67,15 @@ class _Told(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """By which the lines of a request are found on both sides and all ranks: as its router gave them, or empty."""
+    """The name by which the lines of a request are found on both sides and all ranks: as its router gave it, or
+    empty."""
 
     traceparent: str = ""
     x_request_id: str = ""
 
     @classmethod
     def of(cls, told: _Told) -> Trace:
-        """What is well-formed of it."""
+        """The well-formed parts of it."""
         parent, name = TRACEPARENT.fullmatch(told.traceparent), REQUEST_ID.fullmatch(told.x_request_id)
         return cls(parent[0] if parent else "", name[0] if name else "")
 
@@ -160,7 +161,7 @@ def configure(config: Config, descriptor: int = 2) -> None:
         root.removeHandler(old)
     root.addHandler(_Handler(descriptor, formatter))
     root.setLevel(logging.WARNING)  # libraries: what is wrong, not what they do
-    for name in ("uvicorn", "uvicorn.error"):  # whoever ran uvicorn in this process before gave it a pipe of its own
+    for name in ("uvicorn", "uvicorn.error"):  # an earlier server in this process gave it a pipe of its own
         theirs = logging.getLogger(name)
         theirs.handlers.clear()
         theirs.propagate = True

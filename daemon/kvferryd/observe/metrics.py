@@ -1,4 +1,5 @@
-"""What Prometheus reads at /metrics. Every name starts with kvferry_; docs/reference/metrics.md has the table.
+"""The metrics that Prometheus reads at /metrics. Every name starts with kvferry_; docs/reference/metrics.md has the
+table.
 
 Counters and histograms count things as they end; gauges are set by the core before each scrape.
 """
@@ -68,7 +69,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._peer, self._code = Few(64), Few(64)
         self._labelled: Callable[..., Any] = lru_cache(maxsize=4096)(lambda metric, *values: metric.labels(*values))
-        """One metric of a family: `labels` itself checks and locks each time."""
+        """A metric of a family: `labels` itself checks and locks each time."""
         by_read = ("path", "transport", "peer_engine")
 
         build = Info("kvferry_build", "version of the daemon", registry=self.registry)
@@ -202,7 +203,7 @@ class Metrics:
 
 
 def total(counter: Counter) -> int:
-    """Of all its labels."""
+    """The sum over all its labels."""
     return int(
         sum(each.value for metric in counter.collect() for each in metric.samples if each.name.endswith("_total"))
     )

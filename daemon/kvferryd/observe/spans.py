@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logs.get(__name__)
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PHASES = ("waiting", "connecting", "reading", "verifying")
-"""One after the other, from the transfer's beginning."""
+"""In their order, from the transfer's beginning."""
 FLUSH_MS = 2000
 
 

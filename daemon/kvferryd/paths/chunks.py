@@ -96,7 +96,7 @@ class ChunkStream:
 
     def on_reply(self, reply: peer_pb2.PackReply) -> None:
         if reply.packing != self._number:
-            return  # of a gather that was given up
+            return  # a gather that was given up
         for packed in reply.packed:
             index, inside = packed.chunk, packed.address - self.span.address
             if index >= len(self.chunks) or not self._wanted_at[index] or self._packed[index].done():
@@ -127,7 +127,7 @@ class ChunkStream:
             self.fail(Internal("internal", f"the daemon failed: {type(error).__name__}"))
 
     def close(self) -> None:
-        """Nobody waits for it any more. What it has still to say is said."""
+        """The gather is over for its waiters. Words that are still to be said are said."""
         for task in self._pairing:
             task.cancel()
         self._stream.settle(self._take)

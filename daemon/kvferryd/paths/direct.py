@@ -17,9 +17,9 @@ from kvferryd.plan import Runs
 from kvferryd.transport.read import Descriptors, Span
 
 MOST_RUNS = 1 << 23
-"""Of one move: each takes some 70 bytes of rows, and 2 to 5 us where it is short."""
+"""The most runs of a move: each takes some 70 bytes of rows, and 2 to 5 us where it is short."""
 Rows = tuple[str, Descriptors, Descriptors, str, str]
-"""What one read takes: the source's agent, local and remote rows of equal lengths, and the type of memory of each."""
+"""A read: the source's agent, local and remote rows of equal lengths, and the type of memory of each."""
 
 
 class Direct:

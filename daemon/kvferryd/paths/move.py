@@ -1,4 +1,4 @@
-"""What every path shares: what it is asked to move, and what it returns."""
+"""The task and the result that every path shares."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PathName(enum.StrEnum):
 
     @property
     def transport(self) -> str:
-        """What carries the bytes, as records say it."""
+        """The carrier of the bytes, as records name it."""
         return "cuda_ipc" if self is PathName.MAPPED else "UCX"
 
 
@@ -35,7 +35,7 @@ Flight = Read | Copying
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one move did. The bytes of `packed` ranks are proven: the source packed all of them while its lease held,
+    """The result of a move. The bytes of `packed` ranks are proven: the source packed all of them while its lease held,
     and kept them until they were read. The bytes of the other ranks are proven by the lease's validity word alone.
     """
 

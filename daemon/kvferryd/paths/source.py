@@ -42,7 +42,7 @@ class SourceReader:
         self._tell, self._tell_lost = tell, tell_lost
         self._trace = peer_pb2.Trace(traceparent=trace.traceparent, x_request_id=trace.x_request_id)
         self.number = 0
-        """Of this reading on its stream."""
+        """Number of this reading on its stream."""
         self._stream: ReaderStream | None = None
         self._later = Timer(lambda: tell(r.Due()))
         self._carrier: peer_pb2.PackOpen | None = None

@@ -54,9 +54,9 @@ class Staged:
         return f"the daemons of ranks {without} of engine {peer.engine_id} have no staging arena" if without else ""
 
     async def move(self, move: Move) -> Moved:
-        """One descriptor for each chunk. Raises TransportError of the first read that fails, KvferryError of a source
-        that gives up. Where it went by an announcement the other ranks are read to their end: theirs may have released
-        the lease by then."""
+        """Read with a descriptor for each chunk. Raises TransportError of the first read that fails, KvferryError of a
+        source that gives up. After an announcement the other ranks are read to their end: theirs may have released the
+        lease by then."""
         peer, bound, arena = move.peer, move.bound, move.engine.arena
         assert arena is not None
         journey = _Journey(move, arena, move.engine.addresses, bound.left)
@@ -109,7 +109,7 @@ Turn = tuple[ChunkStream, int]
 
 @dataclass(slots=True, eq=False)
 class _Journey:
-    """Where chunks go. `addresses`: of our regions. `left`: what no scatter has zeroed yet."""
+    """The destination of chunks. `addresses`: of our regions. `left`: what no scatter has zeroed yet."""
 
     move: Move
     arena: Arena
@@ -125,7 +125,7 @@ class _Journey:
     async def _through(self, slot: Slot, turn: Turn, turns: Iterator[Turn]) -> Turn | None:
         """Carry chunks through this slot until none is left or others wait for a slot; returns the next turn then."""
         flight: Flight | None = None
-        """What reads or writes the slot."""
+        """The flight that reads or writes the slot."""
         try:
             stream, index = turn
             coming = stream.want(index)

@@ -22,7 +22,7 @@ log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the files held at one time, checked to fit together."""
+    """The content of the files at one time, checked to fit together."""
 
     certificate: bytes
     key: bytes

@@ -27,7 +27,7 @@ CONTACTS = 4096
 
 
 class Channel:
-    """One user's hold on the channel to an address. `close` it: with the last one the connection ends."""
+    """A user's hold on the channel to an address. `close` it: with the last one the connection ends."""
 
     def __init__(self, shared: _Shared) -> None:
         self._shared, self.contact, self.stub = shared, shared.contact, shared.stub
@@ -48,14 +48,14 @@ class Channel:
 
 
 class Channels:
-    """The channels to other daemons, which are closed here and nowhere else. Those dialled after a change of the
+    """The channels to other daemons, which are closed here and nowhere else. Channels dialled after a change of the
     certificates' files use the new ones."""
 
     def __init__(self, config: Config, certificates: Certificates | None = None) -> None:
         self._config, self._certificates = config, certificates
         self._open: set[_Shared] = set()
         self._newest: dict[tuple[str, Identity | None], _Shared] = {}
-        """Of those that are open, the one that whoever comes now gets."""
+        """The open one that the next user gets."""
         self._contacts: LRUCache[str, Contact] = LRUCache(CONTACTS)
         self._closing = Tasks()
 
@@ -85,13 +85,13 @@ class Channels:
         where = shared.address, shared.identity
         if self._newest.get(where) is shared:
             del self._newest[where]
-            # One that is held may be back by now: whoever comes next dials only if it still waits.
+            # A held one may be back by now: the next user dials only if it still waits.
             held = next((other for other in self._open if (other.address, other.identity) == where), None)
             if held is not None:
                 self._newest[where] = held
 
     def contact(self, address: str) -> Contact:
-        """What is known of the daemon there."""
+        """The contact with the daemon there."""
         contact: Contact = self._contacts.setdefault(address, Contact(address))
         return contact
 
@@ -110,7 +110,7 @@ class Channels:
             channel.close()
 
     async def recheck(self) -> None:
-        """Dial everybody again whose connection was made by an older certificate. Where that fails the old one is ended
+        """Dial everybody again whose connection was made by an older certificate. If that fails the old one is ended
         too."""
         assert self._certificates is not None
         now = self._certificates.current()

@@ -1,4 +1,4 @@
-"""What is known of another daemon from speaking to it: when it answered last, and what it failed with since."""
+"""The contact with another daemon: when it answered last, and what it failed with since."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOST = frozenset({"peer_unreachable", "peer_lost", "proof_failed"})
 
 @dataclass(slots=True, eq=False)
 class Contact:
-    """One daemon elsewhere, by its address. Times are seconds since 1970."""
+    """A daemon elsewhere, by its address. Times are seconds since 1970."""
 
     address: str
     expected: str = ""
@@ -36,7 +36,7 @@ class Contact:
 
     @property
     def trouble(self) -> KvferryError | None:
-        """What keeps it from being read now; None where nothing is known to."""
+        """The fault that keeps it from being read now; None where nothing is known to."""
         return self.error if self.failures else self.unread
 
     def answered(self) -> None:
@@ -88,7 +88,7 @@ class asking:  # noqa: N801  used like a function
 
     async def _problem(self, error: BaseException) -> KvferryError:
         address = self._contact.address
-        if not isinstance(error, grpc.aio.AioRpcError):  # of a call on a channel that is closed
+        if not isinstance(error, grpc.aio.AioRpcError):  # a call on a closed channel
             return PeerFailed("peer_lost", f"the connection to {address} is closed", field="address", value=address)
         problem = error_of(error, f"peer {address}", self._ended)
         if problem.code not in (UNREACHABLE, SILENT):
@@ -108,7 +108,7 @@ def _closed_under_us(error: BaseException | None) -> TypeGuard[asyncio.Cancelled
 
 
 def of_peer(problem: KvferryError) -> KvferryError:
-    """A problem as a peer told it. What went wrong inside the peer, or has no name, is no fault of this daemon's."""
+    """A problem as a peer told it. A fault inside the peer, or without a name, is no fault of this daemon's."""
     if problem.kind is not Kind.INTERNAL and problem.code != "internal":
         return problem
     return PeerFailed("peer_failed", f"the peer failed: {problem.message}", remedy="see the log of its daemon")

@@ -67,7 +67,7 @@ class Handshakes:
                 first, told = await self._introductions.ask(engine, engine_id, address)
             asked.append(first)
             if told.get(first.rank) != address:
-                # Whoever answers at the address of an order only names the ranks: each is read where its roster has it.
+                # The daemon at the address of an order only names the ranks: each is read where its roster has it.
                 asked.remove(first)
                 first.let_go()
             whole = sorted(told) == list(range(len(told))) and len(told) == first.manifest.world_size
@@ -185,7 +185,7 @@ class Handshakes:
             log.info("not staged yet", engine_id=peer.engine_id, rank=rank.rank, why=str(error))
 
     async def _while_it_lives(self, rank: PeerRank, peer: PeerEngine, work: Awaitable[None]) -> None:
-        """What NIXL says of a peer that has gone meanwhile is not what is wrong with it."""
+        """Errors of NIXL about a peer that has gone meanwhile do not say what is wrong."""
         name = rank.agent_name
         try:
             await work

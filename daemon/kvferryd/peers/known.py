@@ -77,8 +77,9 @@ class KnownPeers:
                 self._take(address, looking)
 
     def _take(self, address: str, looking: asyncio.Future[_Found]) -> None:
-        """A name stands for all addresses that it has now. One with a single address is dialled by its name where
-        `allow_peers` admits that, for the certificate's sake. Where it cannot be looked up those of before hold."""
+        """A name stands for all addresses that it has now. A name with a single address is dialled by its name where
+        `allow_peers` admits that, for the certificate's sake. If it cannot be looked up the addresses of before
+        hold."""
         host, port = allow.split(address)
         try:
             found = looking.result()

@@ -98,7 +98,7 @@ class Meeting:
         await self._naming.end()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
-                while under_way := self._shaking | self._unloading:  # one of the first leaves one of the second
+                while under_way := self._shaking | self._unloading:  # a shake that ends may leave an unload
                     await all_over(under_way)
 
     def on(self, event: e.PeersEvent) -> list[e.PeersEffect]:

@@ -44,14 +44,14 @@ class Figures:
     bytes_read: int = 0
     transfers: int = 0
     path: str = ""
-    """Of the last transfer."""
+    """The path of the last transfer."""
     lately: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATELY))
-    """Of each of the last transfers: its milliseconds without waits, and bytes a second while they moved."""
+    """For each of the last transfers: its milliseconds without waits, and bytes a second while they moved."""
 
 
 @dataclass(slots=True, eq=False)
 class PeerRank:
-    """One rank of a peer engine: its manifest, and how to read from it."""
+    """A rank of a peer engine: its manifest, and how to read from it."""
 
     channel: Channel
     manifest: Manifest
@@ -82,7 +82,7 @@ class PeerRank:
 
     @property
     def readable(self) -> list[Span]:
-        """What it lets us read."""
+        """The spans that it lets us read."""
         regions = [self.regions[id] for id in sorted(self.regions)]
         return [*regions, self.staging.span] if self.staging else regions
 
@@ -112,7 +112,7 @@ class PeerRank:
         self.channel.close()
 
     async def close(self) -> None:
-        """Nothing reads over NIXL from it any more. What is mapped stays, but its end is not watched."""
+        """Nothing reads over NIXL from it any more. Mapped memory stays, but its end is not watched."""
         self.mapped.hang_up()
         try:
             if self._stream is not None:
@@ -175,7 +175,7 @@ class PeerEngine:
         return {rank: why for rank in self.plan.reads_from if (why := self.ranks[rank].mapped.refusal)}
 
     def mapped_addresses(self) -> dict[tuple[int, int], int]:
-        """Where (rank, region) begins in this process."""
+        """The address of (rank, region) in this process."""
         every = ((number, rank.mapped.regions) for number, rank in self.ranks.items())
         return {(number, id): each.address for number, regions in every for id, each in regions.items()}
 

@@ -98,7 +98,7 @@ class Peers:
         await asyncio.gather(*(self._of[peer.own].renew(peer) for peer in self))
 
     async def manifests(self, engine: Engine) -> dict[int, Manifest | KvferryError]:
-        """Of every rank of an engine of ours; why not, where its daemon does not tell."""
+        """The manifest of every rank of an engine of ours; the error where its daemon does not tell."""
 
         async def manifest(rank: int, address: str) -> Manifest | KvferryError:
             if rank == engine.rank:
@@ -114,7 +114,7 @@ class Peers:
         return dict(zip(members, await asyncio.gather(*itertools.starmap(manifest, members.items())), strict=True))
 
     def unbind(self, engine_id: str) -> bool:
-        """Whoever answers to this engine id next is its owner. Whether anybody was."""
+        """The next one to answer to this engine id is its owner. Returns whether it had one."""
         bound = [meeting for meeting in self._of.values() if meeting.machine.is_bound(engine_id)]
         for meeting in bound:
             meeting.on(e.Unbind(engine_id))

@@ -24,13 +24,13 @@ from kvferryd.peers.contact import Contact, asking, of_peer
 log = logs.get(__name__)
 CLOSE_S = 1.0
 ANNOUNCED_NBYTES, LEAST_NBYTES = 4 << 20, 4096
-"""Of announced leases that are kept until a transfer asks for them: all of a source, the oldest go first; and what each
-counts for at least, so that there are 1,024 at most."""
+"""Bounds on announced leases that wait for a transfer: bytes of all of a source (the oldest go first), and the least
+that each counts for, so that there are 1,024 at most."""
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[peer_pb2.ReadRequest, peer_pb2.ReadReply]"
 
 
 class Listener(Protocol):
-    """One lease on the stream, as its reader follows it."""
+    """A lease on the stream, as its reader follows it."""
 
     def on_reply(self, reply: peer_pb2.ReadReply) -> None: ...
 
@@ -39,7 +39,7 @@ class Listener(Protocol):
 
 
 class ReaderStream:
-    """One of our ranks as the reader of one source rank: a gRPC stream and its two tasks. Both end when it is over, in
+    """A rank of ours as the reader of one source rank: a gRPC stream and its two tasks. Both end when it is over, in
     this object and nowhere else."""
 
     def __init__(
@@ -132,7 +132,7 @@ class ReaderStream:
             if before is not None and before.lease > update.lease:
                 return
             self._announced.pop(name, None)
-            with contextlib.suppress(ValueError):  # one that is too large alone: the source is asked
+            with contextlib.suppress(ValueError):  # it was too large alone: the source is asked
                 self._announced[name] = update
         elif (listener := self._listeners.get(reply.reading)) is not None:
             self._reply(reply, listener)
@@ -179,7 +179,7 @@ class ReaderStream:
             self._writing.cancel()
             self._call.cancel()
             listeners, self._listeners = list(self._listeners.values()), {}
-            for listener in listeners:  # one that hears of it may close others
+            for listener in listeners:  # a listener may close others
                 with tried("tell that a stream is over", address=address):
                     listener.on_lost(why)
 

@@ -1,8 +1,8 @@
 """How the ranks of one engine find each other, around the machines of `kvferry.protocol.roster`: every rank's daemon
 joins at a seed and holds the stream open.
 
-The seed gives the roster's key to the daemon that answers at the address with which a rank joins. What comes with the
-key comes from a rank of the same engine.
+The seed gives the roster's key to the daemon that answers at the address with which a rank joins. The key proves that a
+message comes from a rank of the same engine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Seed:
             _put(told, None)
 
     def key(self, engine_id: str, epoch: str) -> bytes:
-        """What the daemons of this engine's ranks know, and nobody else."""
+        """Known to the daemons of this engine's ranks alone."""
         return hmac.digest(self._secret, repr((engine_id, epoch)).encode(), hashlib.sha256)
 
     def check(self, rank: Rank, address: str) -> None:
@@ -121,7 +121,7 @@ class _Place:
                     self.on(e.Told(joining, members))
         except KvferryError as error:
             why = error.kept()
-        except Exception:  # what a change has set off may fail: the engine needs its roster all the same
+        except Exception:  # a consequence may fail: the engine needs its roster all the same
             log.exception("roster broke; it is joined again in a while", engine_id=self._engine.engine_id)
         self.on(e.Ended(joining, why))
 
@@ -143,7 +143,7 @@ class Roster:
         self._rest: dict[Engine, dict[int, str]] = {}
         self._places: dict[Engine, _Place] = {}
         self._challenges: dict[bytes, Engine] = {}
-        """By the challenge that the seed has to repeat."""
+        """The engine of each challenge that the seed has to repeat."""
 
     def follow(self, engine: Engine) -> None:
         """Join, and set the engine's members as they change."""
@@ -155,7 +155,7 @@ class Roster:
             place.on(e.Renew())
 
     def rest(self, engine: Engine) -> dict[int, str]:
-        """Where the REST service of each rank's daemon can be asked from this host, by rank."""
+        """The REST address of each rank's daemon for this host, by rank."""
         here = {rank: url for rank, url in self._rest.get(engine, {}).items() if url and rank in engine.members}
         own = allow.split(self._config.advertise)[0]
         return {
@@ -175,7 +175,7 @@ class Roster:
             place.on(e.Renew())
 
     def fault(self, engine: Engine) -> str:
-        """What is wrong with the setting where ranks are missing, and what to do; empty where nothing is."""
+        """The fault in the setting where ranks are missing, and its remedy; empty where there is none."""
         seed = self._config.roster
         if not engine.missing_ranks():
             return ""

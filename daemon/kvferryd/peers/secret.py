@@ -1,9 +1,8 @@
 """Peers that share a secret prove it by mutual TLS: its private key is derived from the secret, and is the authority.
 
-Who knows the secret can sign a certificate of that authority, and nobody else can. So the secret is never sent, both
-sides prove it in every connection, before any call, by a signature over this very connection; and what is sent is
-encrypted. A daemon's own certificate is made anew at every start and whenever the file changes, and its key stays in
-memory.
+Only holders of the secret can sign a certificate of that authority. So the secret is never sent, both sides prove it in
+every connection, before any call, by a signature over this very connection; and what is sent is encrypted. A daemon's
+own certificate is made anew at every start and whenever the file changes, and its key stays in memory.
 
 For a rotation the file has two lines, the new secret and the one before. Both authorities are trusted then, and the new
 one is signed by the old one as well: a daemon that knows only one of the two still finds a chain to it.
@@ -62,7 +61,7 @@ def _derived(secret: bytes) -> ec.EllipticCurvePrivateKey:
 def _certificate(
     signing: ec.EllipticCurvePrivateKey, authority: ec.EllipticCurvePrivateKey | None, key: ec.EllipticCurvePublicKey
 ) -> x509.Certificate:
-    """Of `key`, signed by `signing`: for an authority, or for a daemon where it is None."""
+    """A certificate of `key`, signed by `signing`: for an authority, or for a daemon where it is None."""
     subject = _name(authority) if authority is not None else x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
     builder = (
         x509.CertificateBuilder(_name(signing), subject, key, x509.random_serial_number(), *ALWAYS)

@@ -130,5 +130,5 @@ async def _shown(address: str) -> str:
 
 
 def _last(details: str) -> str:
-    """What the system said of the last of its addresses."""
+    """The system's words on the last of its addresses."""
     return details.rpartition("host: ")[2] if "host: " in details else details

@@ -66,14 +66,14 @@ class Bound:
 
     @cached_property
     def nbytes_by_rank(self) -> dict[int, int]:
-        """By source rank."""
+        """Bytes by source rank."""
         found: dict[int, int] = defaultdict(int)
         for copy, segments in self.pairs:
             found[copy.source_rank] += copy.bytes_per_token * int(segments.tokens.sum())
         return found
 
     def without(self, ranks: Collection[int]) -> Bound:
-        """What is read from the other source ranks."""
+        """The reads from the other source ranks."""
         return Bound(tuple(pair for pair in self.pairs if pair[0].source_rank not in ranks)) if ranks else self
 
     @property

@@ -35,7 +35,7 @@ class Choice:
 
 
 def choose(wanted: Component, own: Held, found: Sequence[Held]) -> list[Choice]:
-    """Holders so that every element is read exactly once. Where several hold a position the readers take turns, so that
+    """Holders so that every element is read exactly once. If several hold a position the readers take turns, so that
     replicas share the load: reader r takes the (r modulo n)-th of n. Raises PlanRefused."""
     layout = own.layout
     undivided = layout.undivided.union(*(held.layout.undivided for held in found))

@@ -1,4 +1,4 @@
-"""What every way of moving runs is expected to take, and so which of several is taken.
+"""Expected times of every way of moving runs, and so the choice of one.
 
 The figures are those of docs/benchmarks.md, of one host; they are there to compare ways, not to promise a time.
 `kvferry bench ways` measures them anew and says where one is wrong by more than three times.
@@ -36,7 +36,7 @@ COSTS = {
         "direct": Cost(1.6, 0.0029, 5.5, 0.3),
     },
 }
-"""By kind of memory, in the order in which ways are preferred that take the same time."""
+"""Keyed by kind of memory, in the order in which ways are preferred that take the same time."""
 IMPORTED = {**COSTS["cuda"], "direct": Cost(1.6, 5.5, 5.5, 0.3)}
 """From GPU memory that another process allocated, NIXL reads a hundred times slower."""
 

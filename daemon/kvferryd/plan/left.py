@@ -34,8 +34,8 @@ NOTHING = Left(())
 def left(
     plan: Plan, source_tables: Mapping[int, Tables], destination_tables: Tables, tokens: tuple[int, int], rest: int
 ) -> Left:
-    """What `bind` to these tables and tokens leaves of the destination's blocks: the tokens that the source has dropped
-    from a window, and all from the global token `rest` on. States are always moved whole."""
+    """The part of the destination's blocks that `bind` to these tables and tokens leaves: the tokens that the source
+    has dropped from a window, and all from the global token `rest` on. States are always moved whole."""
     met: dict[tuple[Meeting, str, int], Ints] = {}
     pairs = []
     for copy in plan.copies:

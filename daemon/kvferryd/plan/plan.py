@@ -21,7 +21,7 @@ from kvferryd.plan.segments import EVERY, Steps, local_tokens
 
 
 class Place(NamedTuple):
-    """Where tokens lie on one side: a region, and the digits of the block and slot axes in it."""
+    """The place of tokens on one side: a region, and the digits of the block and slot axes in it."""
 
     region: int
     block: Radix

@@ -26,7 +26,7 @@ from kvferryd.observe.foreign import LOST, Writer, event
 from kvferryd.process.held import Held
 
 LOADED, SERVING = "loaded", "serving"
-"""What a daemon says of itself."""
+"""Messages of a daemon about itself."""
 READY = b"READY=1"
 """Sent to NOTIFY_SOCKET, once, when the first daemon serves: systemd listens there, or `kvferry run`."""
 MOST = 4096

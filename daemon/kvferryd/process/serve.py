@@ -46,7 +46,7 @@ log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 0.5
 SWITCH_S = 2e-4
-"""How long a thread may hold the interpreter while another waits. That of NIXL has microseconds of work, and Python's
+"""How long a thread may hold the interpreter while another waits. NIXL's thread has microseconds of work, and Python's
 5 ms would be longer than most transfers."""
 HANDSHAKE_MS = 5000
 """The longest that a peer may take to prove itself."""
@@ -223,7 +223,7 @@ class _Health(health.aio.HealthServicer):
 
 async def _describe(server: grpc.aio.Server, service: str, *, reflected: bool) -> None:
     """Add what grpcurl and probes ask for: health, which says that the process answers, as /healthz does, and
-    reflection: the protos, and no data. Who is not proven gets none."""
+    reflection: the protos, and no data. Callers without proof get neither."""
     answering = _Health()
     await answering.set(service, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(answering, server)

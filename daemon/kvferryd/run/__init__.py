@@ -94,7 +94,7 @@ def _work(
 
 
 def gpus() -> Sequence[cuda.Device]:
-    """Those that this process sees."""
+    """The GPUs that this process sees."""
     try:
         return cuda.devices()
     except KvferryError:

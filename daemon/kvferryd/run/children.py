@@ -102,7 +102,7 @@ class Kept(Child):
 
 
 class Children:
-    """Those of this process. As a context: within it signals are handled; at its end all have ended.
+    """The children of this process. As a context: within it signals are handled; at its end all have ended.
 
     told: a signal has asked this process to end. hurried: a second one has.
     """
@@ -261,7 +261,7 @@ class Children:
                 self.say(f"{child.name} was killed and has not ended: it is left behind", "error")
 
     async def end_left(self, patience_s: float = LEFT_S) -> None:
-        """What children that have ended have left. No other one is to be started meanwhile."""
+        """End what ended children have left. No other one is to be started meanwhile."""
         if left := await asyncio.to_thread(end, self._left, patience_s):
             self.say(f"processes {sorted(left)} were killed and have not ended: they are left behind", "error")
 

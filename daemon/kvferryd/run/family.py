@@ -61,7 +61,7 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     first = os.getpid()
-    others = living(first)  # of the script that has become us
+    others = living(first)  # descendants of the script that has become us
     handed_on = {*ENDS, UPGRADES}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: the terminal may be closed
         handed_on.remove(signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""What the processes of one command say, as one log."""
+"""The output of one command's processes, as one log."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def _socket(engine: Engine, setting: str, folder: str, ranks: int) -> str:
 
 
 def _devices(engine: Engine, told: object, gpus: Callable[[], int]) -> Iterator[str]:
-    """Of each rank, in the numbers that engine and daemons have in common: both see what this process sees."""
+    """The device of each rank, in the numbers that engine and daemons have in common: both see what this process
+    sees."""
     if told == "cpu" or engine.on_cpu or (told is None and not gpus()):
         yield from ["cpu"] * engine.ranks
         return

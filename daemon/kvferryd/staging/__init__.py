@@ -1,1 +1,1 @@
-"""What both ends of a staged transfer share: the arena and its slots, the copies, and what of a plan a slot carries."""
+"""The parts of a staged transfer that both ends share: arena and slots, copies, and what of a plan a slot carries."""

@@ -21,14 +21,14 @@ from kvferryd.memory import Region
 from kvferryd.transport.read import Span
 
 SLOT_NBYTES = {"host": 8 << 20, "cuda": 128 << 20}
-"""By kind of memory. Over NVLink chunks of 134 MB are 1.5 times as fast as those of 67."""
+"""Keyed by kind of memory. Over NVLink chunks of 134 MB are 1.5 times as fast as those of 67."""
 FEWEST = 4
 """A small arena has smaller slots rather than fewer."""
 SLOT_ALIGN = 4096
 
 
 class Use(StrEnum):
-    """What a slot is lent for."""
+    """The use for which a slot is lent."""
 
     PACKED = "packed"
     """A source gathers into it and a peer reads from it."""

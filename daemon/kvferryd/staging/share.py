@@ -1,8 +1,8 @@
-"""What both sides of a staged transfer must agree on: which chunks a source rank packs for one reader.
+"""The agreement between both sides of a staged transfer: the chunks that a source rank packs for one reader.
 
 A source plans the very copy that its reader planned, and binds it to its own tables; of the reader's tables it knows
-the shape only (first token and number of blocks of each group), and nothing of where the reader's blocks lie. Where a
-run lies in a chunk follows from that alone: tests/unit/test_share.py.
+the shape only (first token and number of blocks of each group), and nothing of where the reader's blocks lie. The place
+of a run in a chunk follows from that alone: tests/unit/test_share.py.
 """
 
 from __future__ import annotations

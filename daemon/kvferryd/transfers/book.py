@@ -43,7 +43,7 @@ class Book:
 
     def listed(self, since: str, limit: int, wanted: Callable[[Transfer], bool]) -> tuple[list[Transfer], str, bool]:
         """(the newest `limit` that are wanted and may have changed since, a cursor for the next call, whether all count
-        as changed); the oldest first. Those under way always may have."""
+        as changed); the oldest first. Unfinished ones always may have."""
         name, _, number = since.partition("-")
         whole = name != self._name
         seen = 0 if whole else int(number)

@@ -10,7 +10,7 @@ from kvferryd.transfers.order import Reservation
 
 
 def written(manifest: Manifest, reservation: Reservation) -> Blocks:
-    """Those that tokens of the reservation are written to; its tables have been checked."""
+    """The blocks that tokens of the reservation are written to; its tables have been checked."""
     groups = {group.name: group for group in manifest.groups}
     return {name: _written(groups[name], table, reservation.tokens) for name, table in reservation.tables.items()}
 

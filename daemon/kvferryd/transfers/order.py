@@ -26,12 +26,12 @@ MAX_BY = 64
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Where to read from.
+    """The source to read from.
 
-    epoch: the source engine must be in it; empty for any. lease: the number of the one that is meant; 0 for whichever
-    there is. deadline_s: seconds from acceptance; None for the daemon's
-    default. way: auto, direct, staged or mapped; empty for the daemon's setting. ordered_s: what the deadline was when
-    the order came to rank 0, which has handed it on. leader: the instance of rank 0's daemon then.
+    epoch: the source engine must be in it; empty for any. lease: the number of the one that is meant; 0 for any.
+    deadline_s: seconds from acceptance; None for the daemon's default. way: auto, direct, staged or mapped; empty for
+    the daemon's setting. ordered_s: what the deadline was when the order came to rank 0, which has handed it on.
+    leader: the instance of rank 0's daemon then.
     """
 
     engine_id: str
@@ -67,7 +67,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Where to write on this rank. Raises KvferryError (`malformed_tables`) where `tokens` is not a range.
+    """The blocks to write on this rank. Raises KvferryError (`malformed_tables`) where `tokens` is not a range.
 
     tokens: global [first, last); None for all that is published. digest: what the lease must have been published with;
     empty is not checked. zero: what the tokens leave of the blocks is to be zero.

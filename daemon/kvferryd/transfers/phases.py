@@ -1,4 +1,4 @@
-"""Where a transfer's time goes."""
+"""Phases of a transfer, and the time of each."""
 
 from __future__ import annotations
 

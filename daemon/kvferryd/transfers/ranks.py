@@ -152,7 +152,7 @@ class Ranks:
             yield stub
 
     async def close(self) -> None:
-        """What has just ended is told before, if it can be."""
+        """Ends of just now are told before, if they can be."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LAST_S
         while (telling := self._calls()) and loop.time() < until:
@@ -182,7 +182,7 @@ class Ranks:
     @contextlib.asynccontextmanager
     async def _asking(self, engine: Engine, address: str) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
         """The peer service of one rank. The call holds the channel too: it goes on when `renew` or `leave` has let go.
-        What is said after `leave` keeps no channel open."""
+        Calls after `leave` keep no channel open."""
         if not engine.session.retiring and address not in (held := self._open.setdefault(engine, {})):
             held[address] = self._channels.open(address)
         async with self._channels.calling(address) as stub:
@@ -224,7 +224,7 @@ class Ranks:
                 async for reply in call:
                     share = rank_transfer(reply, rank, address)
                     led.transfer.set_rank(share)
-                    if share.state.ended:  # whatever becomes of the stream
+                    if share.state.ended:  # even if the stream breaks
                         code = share.error.code if share.error else share.state.value
                         self._on(e.Heard(part, rank, share.state is TransferState.DONE, code))
                         return

@@ -1,4 +1,4 @@
-"""What is told of a transfer: this rank's share, the record of all ranks, and errors."""
+"""Records of a transfer: this rank's share, that of all ranks, and errors."""
 
 from __future__ import annotations
 

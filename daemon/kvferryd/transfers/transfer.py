@@ -55,7 +55,7 @@ class Surroundings:
 
 
 class Transfer:
-    """One attempt at a request: its KV on its way into this rank, and how far the engine's other ranks are with theirs.
+    """An attempt at a request: its KV on its way into this rank, and how far the engine's other ranks are with theirs.
 
     All ranks have one deadline, which counts from the order. Until it comes, and where only the engine gave one, it
     counts from the reservation. Only the transfer's task holds the engine: an ended transfer is kept for its record,
@@ -74,7 +74,7 @@ class Transfer:
         self._around = around
         self.order: Order | None = None
         self.reader: peer_pb2.Reader | None = None
-        """As whom the order's source knows this engine."""
+        """This engine, as the order's source knows it."""
         self.brought: Mapping[int, Reservation | Past] = {}
         """Reservations that came with the router's order, by rank."""
         self.reservation: Reservation | Past | None = None
@@ -85,7 +85,7 @@ class Transfer:
         """Events that the machine is still to be told; more arise while what it says is done."""
         self._doing = False
         self.state = TransferState.WAITING
-        """Of this rank's part."""
+        """The state of this rank's part."""
         self.ranks: dict[int, RankTransfer] = {}
         """The other ranks' parts, on a rank that hands the order on."""
         self.handed_on = False
@@ -176,8 +176,8 @@ class Transfer:
         return self._stop is not None or self.ended.is_set()
 
     def _on_lost(self, why: KvferryError) -> None:
-        """The stream to a source rank is over. Of a host that has vanished NIXL says nothing to a read under way, be it
-        of blocks or of the lease's word."""
+        """The stream to a source rank is over. NIXL says nothing of a vanished host to a read under way, be it of
+        blocks or of the lease's word."""
         reading = any(isinstance(flight, Read) and not flight.quiet.done() for flight in self._flights)
         if reading or isinstance(self._machine.do, t.Prove):
             self.stop(TransferState.FAILED, why)
@@ -209,7 +209,7 @@ class Transfer:
 
     @property
     def waits_for(self) -> Awaited | None:
-        """What this rank's part waits for, while nothing moves."""
+        """The reason why this rank's part waits; None while bytes move."""
         if self.state is TransferState.WAITING:
             return self.late_half
         if self.phases.unpublished_since is not None:
@@ -271,7 +271,7 @@ class Transfer:
         return Awaited.RESERVATION if self.reservation is None else self._last_half
 
     def event(self) -> engine_pb2.Event:
-        """What the engine is told at the end."""
+        """The message to the engine at the end."""
         start, stop = self.tokens or (0, 0)
         ended = engine_pb2.TransferEnded(
             request_id=self.request_id,

@@ -197,8 +197,8 @@ class Transfers(Book):
 
     @contextlib.contextmanager
     def refusing(self, engine: Engine, request_id: str, attempt: Attempt) -> Iterator[None]:
-        """What is refused inside is this rank's end of the attempt, where that has not begun here: the other ranks need
-        not wait for it."""
+        """A refusal inside is this rank's end of the attempt, where that has not begun here: the other ranks need not
+        wait for it."""
         try:
             yield
         except KvferryError as why:
@@ -209,7 +209,7 @@ class Transfers(Book):
         return e.Reservation(reservation, written(engine.manifest, reservation), engine.weights)
 
     async def _meet(self, engine: Engine, order: Order) -> None:
-        """What fails here fails again when it is needed."""
+        """A fault here fails again when the peer is needed."""
         with contextlib.suppress(KvferryError):
             await self._around.peers.get(engine, order.engine_id, order.address, order.epoch)
 

@@ -1,4 +1,4 @@
-"""One NIXL agent and the thread that owns it.
+"""A NIXL agent and the thread that owns it.
 
 The event loop hands over work and awaits futures; on host memory a read happens inside NIXL's post, and asking for a
 read serves whatever else is on the wire of the agent. The one thing that the loop does itself is to post a small read
@@ -60,7 +60,7 @@ class Agent:
         self._peers: dict[str, int] = {}
         """Users of each loaded peer, by alias."""
         self._unused: set[str] = set()
-        """Those without users: unloaded when no read from them is under way."""
+        """Names without users: unloaded when no read from them is under way."""
         self._closed = self._gone = False
         self._attend_until = 0.0
         self.broken = ""
@@ -134,7 +134,7 @@ class Agent:
             try:
                 self._nixl.add_remote_agent(peer.blob)
             except Exception:
-                with contextlib.suppress(Exception):  # what was loaded before it failed; often nothing
+                with contextlib.suppress(Exception):  # parts that were loaded before it failed; often none
                     self._nixl.remove_remote_agent(peer.alias)
                 raise
         self._peers[peer.alias] = self._peers.get(peer.alias, 0) + 1
@@ -175,7 +175,7 @@ class Agent:
             await self.read(peer, landing.row(1), span.row(1), *types, FETCH_PRIORITY).done
 
     async def peek(self, peer: str, address: int, *, alone: bool = True) -> int:
-        """One word (8 bytes) of a peer's registered host memory. Raises TransportError.
+        """A word (8 bytes) of a peer's registered host memory. Raises TransportError.
 
         alone: do not wait for others; otherwise it is read with all that are asked for in the same turn of the loop.
         """
@@ -273,7 +273,7 @@ class Agent:
             if self._nixl is None:
                 return False
             post(self._nixl, read)
-            self._reads.begin(read)  # what is not over yet; what is, is finished
+            self._reads.begin(read)  # it may be finished already
         finally:
             self._in_nixl.release()
         if not read.at_once:

@@ -35,7 +35,8 @@ def keep_no_mappings() -> None:
 def load() -> Any:
     """The NIXL build for this machine's driver that imports. Raises KvferryError (`nixl_missing`)."""
     # UCX takes memory that it did not see allocated for host memory, and it does not see IPC mappings being opened:
-    # without its cache it asks the driver. Of the process, not of a context, and read when UCX is loaded.
+    # without its cache it asks the driver. The variable is of the process, not of a context, and read when UCX is
+    # loaded.
     os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")
     older = _driver_version() in range(1, CUDA_13)
     for name in (BUILDS[1], BUILDS[0], BUILDS[2]) if older else BUILDS:
@@ -79,7 +80,7 @@ def make_agent(name: str, *, threads: int) -> Any:
             config.pthrDelay = PROGRESS_DELAY_US
             return binding.nixlAgent(agent_name, config)
 
-    # One thread of ours drives the agent, but NIXL's progress thread runs beside it: its default is no locking.
+    # Our thread alone drives the agent, but NIXL's progress thread runs beside it: its default is no locking.
     config = api.nixl_agent_config(backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW)
     with _swap:
         api.nixlBind = WithDelay()

@@ -23,7 +23,7 @@ Descriptors = npt.NDArray[np.uint64]
 
 CHUNK_DESCRIPTORS = 4096
 CHUNK_BYTES = {"DRAM": 32 << 20, "VRAM": 128 << 20}
-"""What one post carries, by where it goes: on host memory a post blocks while it reads (32 MiB: 4 to 8 ms), on a GPU it
+"""Bytes of one post, by where it goes: on host memory a post blocks while it reads (32 MiB: 4 to 8 ms), on a GPU it
 does not (128 MiB: 0.4 ms over NVLink). Between posts other reads get their turn and an abandoned one stops."""
 IN_FLIGHT = 2
 """Posts of one read that may be under way at once."""
@@ -35,7 +35,7 @@ POLL_S, LATE_S, POLL_LATE_S = 50e-6, 0.25, 5e-3
 
 
 class TransportError(PeerFailed):
-    """What NIXL raised, with a stable code: `transport_failed`, or `peer_lost` for a Disconnected."""
+    """An error that NIXL raised, with a stable code: `transport_failed`, or `peer_lost` for a Disconnected."""
 
 
 class Disconnected(TransportError):
@@ -98,7 +98,7 @@ class Read:
         return int(self.local[:, 1].sum())
 
     def abandon(self) -> None:
-        """Post nothing more. What was posted may still arrive, until `quiet`."""
+        """Post nothing more. Posted bytes may still arrive, until `quiet`."""
         self.abandoned = True
 
 
@@ -208,7 +208,8 @@ class Reads:
 
 
 def post(nixl: Any, read: Read) -> None:
-    """Post the next chunk. What NIXL has not finished by then is in `in_flight`; errors are stored in `problem`."""
+    """Post the next chunk. Chunks that NIXL has not finished by then are in `in_flight`; errors are stored in
+    `problem`."""
     start, stop = read.chunks.popleft()
     began, handle = time.monotonic(), None
     try:

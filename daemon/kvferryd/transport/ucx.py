@@ -16,10 +16,10 @@ from kvferryd.observe import logs
 
 log = logs.get(__name__)
 PORTS = "17411-17999"
-"""UCX takes one for each interface, engine and worker. Where none is free it goes on looking for ever."""
+"""UCX takes one for each interface, engine and worker. If none is free it goes on looking for ever."""
 SIOCGIFADDR = 0x8915
 UVERBS, SYSFS = Path("/dev/infiniband"), Path("/sys/class")
-"""Where libibverbs finds RDMA devices: what a container was given, and the names of all."""
+"""The places of RDMA devices for libibverbs: those that a container was given, and the names of all."""
 
 
 def set_up(config: Config) -> Mapping[str, str]:
@@ -42,7 +42,7 @@ def set_up(config: Config) -> Mapping[str, str]:
 
 
 def _interfaces(config: Config) -> list[str]:
-    """Those that have the address of `peer`, or of `advertise` where `peer` is every interface."""
+    """The interfaces that have the address of `peer`, or of `advertise` where `peer` is every interface."""
     address = config.advertise if is_wildcard(config.peer) else config.peer
     own = _resolved(address)
     if found := sorted(name for name, held in _addresses().items() if held & own):
@@ -55,7 +55,7 @@ def _interfaces(config: Config) -> list[str]:
 
 
 def _rdma_ports() -> list[str]:
-    """Those that this process can open, as UCX names them: `mlx5_0:1`."""
+    """The ports that this process can open, as UCX names them: `mlx5_0:1`."""
     found = []
     for opened in UVERBS.glob("uverbs*"):
         with contextlib.suppress(OSError):  # a device of another container
@@ -75,7 +75,7 @@ def _resolved(address: str) -> set[str]:
 
 
 def _addresses() -> dict[str, set[str]]:
-    """By interface, where it has any: its first of IPv4, as UCX sees it, and all of IPv6."""
+    """Addresses by interface, where it has any: its first of IPv4, as UCX sees it, and all of IPv6."""
     found: dict[str, set[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():

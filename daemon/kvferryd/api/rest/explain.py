@@ -43,7 +43,7 @@ def routes(ferry: Ferry) -> APIRouter:
 
     @router.get("/plan", responses=problems(404, 429))
     async def planned(engine_id: Name, destination: Name | None = None) -> PlanRecord:
-        """Who reads what from whom between a peer engine and ours (`destination`, where there are several)."""
+        """The plan between a peer engine and ours (`destination`, where there are several)."""
         peer = ferry.peer(engine_id, destination)
         async with place():
             told = await ferry.peers_known.manifests(peer.own)

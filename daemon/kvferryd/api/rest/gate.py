@@ -1,4 +1,4 @@
-"""What is done with every request before its route: it gets a name and a log line, its token and body are checked.
+"""The gate before every route: a request gets a name and a log line, its token and body are checked.
 
 Plain ASGI: Starlette's BaseHTTPMiddleware hides from a long poll that its client has left.
 """

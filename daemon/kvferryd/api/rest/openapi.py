@@ -1,5 +1,5 @@
-"""What /openapi.json has beyond the schemas: tags, security, errors as problem+json; from examples.json the names of
-operations, which generated clients take for their methods, and an example of every body and good answer."""
+"""The parts of /openapi.json beyond the schemas: tags, security, errors as problem+json; from examples.json the names
+of operations, which generated clients take for their methods, and an example of every body and good answer."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def not_json(reason: str = "") -> KvferryError:
 
 
 async def http_problem(request: Request, error: Exception) -> Response:
-    """What the framework itself refuses: unknown routes, wrong methods, bodies it cannot read."""
+    """Refusals by the framework itself: unknown routes, wrong methods, bodies it cannot read."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == HTTPStatus.BAD_REQUEST:  # JSON that is no UTF-8, or too deep, or a number too long

@@ -104,7 +104,7 @@ def transfers(ferry: Ferry) -> APIRouter:
 
 
 def held(ferry: Ferry) -> APIRouter:
-    """What the daemon holds: requests, leases, engines, peers."""
+    """Routes to what the daemon holds: requests, leases, engines, peers."""
     router = APIRouter(prefix="/v1")
 
     @router.post("/requests/{request_id:path}/abort", tags=["requests"], responses=problems())
@@ -205,7 +205,7 @@ def daemon(ferry: Ferry) -> APIRouter:
 
     @router.get("/v1/totals")
     async def totals() -> schemas.Totals:
-        """What the daemon holds now and has moved so far: its throughput is the difference of two answers."""
+        """Totals held now and moved so far: a daemon's throughput is the difference of two answers."""
         return ferry.totals()
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -218,6 +218,6 @@ def daemon(ferry: Ferry) -> APIRouter:
 
 
 def _who(request: Request) -> str:
-    """Who asks, for the log: address and program, of which the second is its own word."""
+    """The caller, for the log: address and program, of which the second is its own word."""
     host = request.client.host if request.client else "an unknown address"
     return f"{host} ({request.headers.get('user-agent', 'unnamed')[:80]})"

@@ -1,4 +1,4 @@
-"""What serves the application: uvicorn, with a bound on its connections, over mutual TLS where it is set."""
+"""The server of the application: uvicorn, with a bound on its connections, over mutual TLS where it is set."""
 
 from __future__ import annotations
 
