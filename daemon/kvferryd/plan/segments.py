@@ -80,7 +80,7 @@ class Side(NamedTuple):
 
     def counted_from(self, first_token: int) -> Side:
         """The same in slots of a table that begins at this local token."""
-        return Side(self.at - first_token, self.row, self.step)
+        return self if first_token == 0 else Side(self.at - first_token, self.row, self.step)
 
 
 class Strands(NamedTuple):
@@ -98,7 +98,8 @@ class Strands(NamedTuple):
     @property
     def source_span(self) -> tuple[int, int]:
         """The source's first local token, and the one after its last."""
-        return int(self.source.local(self.first).min()), int(self.source.local(self.stop - 1).max()) + 1
+        first, last = self.source.local(self.first), self.source.local(self.stop - 1)
+        return min(first.tolist()), max(last.tolist()) + 1  # of a few, which numpy takes longer for
 
     @property
     def own_tokens(self) -> Ints:
@@ -171,9 +172,9 @@ def shared(
         if source_first:
             first = np.maximum(first, theirs.before(source_first))
         some = first < stop
-        if some.all():
+        if all(has := some.tolist()):
             found.append(Strands(theirs, ours, first, stop))
-        elif some.any():
+        elif any(has):
             found.append(Strands(theirs.of(some), ours.of(some), first[some], stop[some]))
     return found
 
