@@ -1,4 +1,4 @@
-"""What the HTTP servers of engines and proxies share, and a middleware for engines that cannot refuse a request
+"""Code that HTTP servers of engines and proxies share, and a middleware for engines that cannot refuse a request
 themselves: it answers malformed kv_transfer_params with 400 before the engine sees them.
 
     vllm serve MODEL --middleware kvferry.asgi.CheckTransferParams ...
@@ -108,5 +108,5 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def client_gone(request: Request, error: Exception) -> Response:
-    """What handles ClientDisconnect: no client sees this answer. 499 is nginx's status for it, in logs."""
+    """Handles ClientDisconnect: no client sees this answer. 499 is nginx's status for it, in logs."""
     return Response(status_code=499)

@@ -46,7 +46,7 @@ PAUSE_S = 1.0
 
 
 class BlockingLease:
-    """What was published under one request id."""
+    """A lease published under one request id."""
 
     def __init__(self, lease: Lease, ended: Future[LeaseState]) -> None:
         self.request_id, self.lease = lease.request_id, lease
@@ -107,7 +107,7 @@ class _MemoryGone(Unavailable):
 
 
 class BlockingEngineClient:
-    """One engine rank's session with its daemon. Make it with `connect`, end it with `close`."""
+    """An engine rank's session with its daemon. Make it with `connect`, end it with `close`."""
 
     def __init__(self, socket: str, attach: Callable[..., Awaitable[EngineClient]]) -> None:
         """attach: EngineClient.connect for this rank; it still takes timeout_s and resume."""
@@ -201,7 +201,7 @@ class BlockingEngineClient:
                 except Exception as error:  # noqa: BLE001  this process may lack a descriptor, for example
                     code = error.code if isinstance(error, KvferryError) else type(error).__name__
                     failures[code] += 1
-                    if code != UNREACHABLE and failures[code] == 2:  # that the daemon is gone was said before
+                    if code != UNREACHABLE and failures[code] == 2:  # a daemon that is gone was reported before
                         say(f"this engine is not attached to {self._daemon} yet: {error}")
                     await asyncio.sleep(next_at - self._loop.time())  # no event tells when the daemon will accept it
             say(f"{self._daemon} is there again; what was published before is lost")
@@ -276,7 +276,8 @@ class BlockingEngineClient:
         return (self.client.fences or self.open_fences(index)).after(stream, device)
 
     def written(self, stream: torch.cuda.Stream) -> Fence | None:
-        """What to publish `after` for all that the stream was given until now; None when it had to be waited for."""
+        """A fence to publish `after`, for all that the stream was given until now; None when it had to be waited
+        for."""
         try:
             return self.fence(stream)
         except KvferryError:  # too many are pending, or there is no daemon to take them
@@ -357,7 +358,7 @@ class BlockingEngineClient:
         self.close()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the client's loop, where `client` may be used. Those begun first run first."""
+        """Run a coroutine on the client's loop, where `client` may be used. Earlier coroutines run first."""
         return self._give(work, lambda work: asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _give(self, work: Coroutine[Any, Any, T], give: Callable[[Coroutine[Any, Any, T]], F]) -> F:

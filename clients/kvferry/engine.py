@@ -57,7 +57,7 @@ FILLED_PER_S, MOST_S = 512 << 20, 3600.0
 
 
 class EngineClient:
-    """One engine rank's session with its daemon. Make it with `connect`; as a context manager it ends with the block,
+    """An engine rank's session with its daemon. Make it with `connect`; as a context manager it ends with the block,
     also on an error, else with `close`."""
 
     def __init__(self, socket: str, epoch: str, call_timeout_s: float, book: Book) -> None:
@@ -200,8 +200,7 @@ class EngineClient:
     async def register(self, manifest: Manifest) -> tuple[str, ...]:
         """Describe the cache. Returns the daemon's notes about it, for people. Raises ManifestError.
 
-        Meanwhile `publish` and `receive` wait, at most `call_timeout_s`. Who comes to read what is `lost` is refused at
-        once.
+        Meanwhile `publish` and `receive` wait, at most `call_timeout_s`. Readers of what is `lost` are refused at once.
         """
         lost = self.lost
         request = engine_pb2.RegisterRequest(
@@ -270,9 +269,9 @@ class EngineClient:
     ) -> Lease:
         """The KV of tokens [0, num_tokens) is in these blocks, written and visible to other processes.
 
-        That is a promise: synchronise the stream that writes it first, or give its `fence` as `after`; then readers see
-        nothing of this publish, and of later ones, before the fence is reached. When it is not reached within the
-        daemon's fence_timeout_s the lease is revoked, and `ended()` raises `fence_timeout`.
+        The call promises that: synchronise the stream that writes it first, or give its `fence` as `after`; then
+        readers see nothing of this publish, and of later ones, before the fence is reached. When it is not reached
+        within the daemon's fence_timeout_s the lease is revoked, and `ended()` raises `fence_timeout`.
 
         more: further tokens follow in later calls with longer tables (progressive). metadata: at most 64 KiB,
         handed to the reader as it is. ttl_s, readers: 0 for the daemon's default and for one reading engine. digest:

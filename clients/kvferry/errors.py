@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One reason why a source and a destination cannot be paired, with both values."""
+    """A reason why a source and a destination cannot be paired, with both values."""
 
     code: str
     component: str
@@ -36,7 +36,7 @@ LONGEST = 4000
 
 
 class Kind(enum.Enum):
-    """What sort of thing went wrong, with its HTTP status and the name of its gRPC status."""
+    """The kind of a fault, with its HTTP status and the name of its gRPC status."""
 
     MALFORMED = 422, "INVALID_ARGUMENT"
     UNAUTHORIZED = 401, "UNAUTHENTICATED"

@@ -11,7 +11,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
-    """One flag for each field that has a description, called after its alias or its name. A tuple's is repeatable."""
+    """A flag for each field that has a description, called after its alias or its name. A tuple's is repeatable."""
     for name, field in model.model_fields.items():
         if field.description is None:
             continue
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
 
 
 def checked(parser: argparse.ArgumentParser, model: type[M], args: argparse.Namespace) -> M:
-    """What the flags gave. Exits with 2 and one line that names the flag, as argparse does."""
+    """A model made of the flags. Exits with 2 and one line that names the flag, as argparse does."""
     try:
         return model.model_validate({name: value for name, value in vars(args).items() if name in model.model_fields})
     except ValidationError as error:

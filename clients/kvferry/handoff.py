@@ -70,7 +70,7 @@ class Handoff(BaseModel):
         return self.do_remote_prefill or (self.do_remote_decode and self.remote_engine_id is not None)
 
     def source(self) -> SourceBody | None:
-        """Where to read from; None when a router orders the transfer. Only where something `reads`.
+        """The source to read from; None when a router orders the transfer. Only where something `reads`.
 
         Raises KvferryError (`malformed_kv_transfer_params`) when the source is not fully named.
         """
@@ -89,7 +89,7 @@ class Handoff(BaseModel):
             raise _malformed("remote_host", self.remote_host, str(error.errors()[0]["msg"])) from None
 
     def origin(self, request_id: str, num_prompt_tokens: int, digest_of: Callable[[int], bytes]) -> Origin | None:
-        """Where to read a first part of the prompt from; None for a request that is prefilled here.
+        """The source of a first part of the prompt; None for a request that is prefilled here.
 
         digest_of: the digest of so many first tokens of this engine's own prompt. Raises KvferryError as `source`, and
         `other_prompt` when more tokens were published than the prompt has.
@@ -164,7 +164,7 @@ def answer(
     *, engine_id: str, epoch: str, address: str, request_id: str, lease: int, block_ids: Sequence[Sequence[int]],
     num_tokens: int, tp: int, second_turn: bool, room: int = 0, first_token: int | None = None,
 ) -> Handoff:  # fmt: skip
-    """What another engine needs to read the request.
+    """Parameters with which another engine reads the request.
 
     address: host:port of a daemon's peer service. request_id: the engine's. lease: its number. room: as of Origin.
     first_token: the one that follows these tokens, for an engine that computes nothing of the prompt.

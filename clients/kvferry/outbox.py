@@ -1,4 +1,4 @@
-"""What waits for a stream to take it."""
+"""Messages that wait for a stream to take them."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Outbox(Generic[M]):
                 self.put(message)
 
     def end(self) -> None:
-        """Take nothing new. What waits is still taken; then `take` returns None."""
+        """Take nothing new. Messages that wait are still taken; then `take` returns None."""
         self._over = True
         _wake(self._taker)
         _wake(self._giver)
 
     async def until_fewer(self, than: int) -> None:
-        """Until fewer wait, or it is over: so goes on who says nothing more meanwhile. One caller at a time."""
+        """Return when fewer wait, or it is over. A single caller at a time."""
         while len(self) >= than and not self._over:
             self._giver = asyncio.get_running_loop().create_future()
             await self._giver
@@ -70,14 +70,14 @@ class Outbox(Generic[M]):
         self.end()
 
     async def take(self) -> M | None:
-        """What waits, as soon as there is anything. One caller at a time. None: it is over."""
+        """The messages that wait, as soon as there are any. A single caller at a time. None: it is over."""
         while (taken := self.pop()) is None and not self._over:
             self._taker = asyncio.get_running_loop().create_future()
             await self._taker
         return taken
 
     def pop(self) -> M | None:
-        """What waits now: one message, or where the other side takes several, as many as fit into one."""
+        """The messages that wait now: one, or where the other side takes several, as many as fit into one."""
         popped = self._pop()
         if popped is not None:
             self.taken += 1

@@ -76,7 +76,7 @@ class ReceiveCancelled(asyncio.CancelledError, _InDoubt):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What was published under one request id. Its blocks belong to readers until `ended()` returns."""
+    """A lease published under one request id. Its blocks belong to readers until `ended()` returns."""
 
     request_id: str
     number: int
@@ -128,6 +128,6 @@ class Pending:
 
 
 def refuse(waiting: asyncio.Future[T], why: KvferryError) -> None:
-    """Fail the future. Nobody needs to wait for it."""
+    """Fail a future that may have no waiter."""
     waiting.set_exception(why)
     waiting.exception()  # marks it as retrieved: asyncio logs nothing

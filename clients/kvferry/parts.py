@@ -1,9 +1,9 @@
 """The components of one layer, found in an engine's own tensors: what every plug-in has to name and to shard alike.
 
-What a cache's tensor looks like does not always tell where keys and values lie: one attention backend has those of a
-token in a row, another all keys of a block transposed and then all values. So no layout is assumed, and `locate` finds
-it by doing: every element is given a number, the numbers are written bit by bit by an operation of the engine's own (0
-or 1: exact in any dtype), and where they land is fitted to strides. Needs torch, not vLLM.
+The look of a cache's tensor does not always tell where keys and values lie: one attention backend has those of a token
+in a row, another all keys of a block transposed and then all values. So no layout is assumed, and `locate` finds it by
+doing: every element is given a number, the numbers are written bit by bit by an operation of the engine's own (0 or 1:
+exact in any dtype), and where they land is fitted to strides. Needs torch, not vLLM.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Part:
     encoding: str | None = None
 
     def shard(self, rank: int, ranks: int) -> Shard:
-        """What rank `rank` of `ranks` has."""
+        """The shard of rank `rank` of `ranks`."""
         own = math.prod(n for n, axis in zip(self.view.shape, self.axes, strict=True) if axis == self.sharded)
         return Shard(axis=self.sharded, start=rank * self.shards // ranks * own, total=self.shards * own)
 
@@ -50,7 +50,7 @@ class Describing:
         self._added: dict[tuple[int, str], str] = {}
 
     def add(self, group: str, layer: int, parts: Sequence[Part], what: str) -> None:
-        """what: the name, for errors, of the layer that has the parts. Raises KvferryError (`unsupported_cache`)."""
+        """`what` names, in errors, the layer that has the parts. Raises KvferryError (`unsupported_cache`)."""
         for part in parts:
             if other := self._added.get((layer, part.name)):
                 message = f"{other} and {what} both hold {part.name} of layer {layer}, and nothing tells which is which"
@@ -151,7 +151,7 @@ class Places:
 def locate(
     write: Callable[[], None], elements: torch.Tensor, axes: Sequence[str], memory: torch.Tensor, what: str
 ) -> Places:
-    """Where in `memory` does `write` put `elements`, whose dimensions are `axes`?
+    """Find where in `memory` `write` puts `elements`, whose dimensions are `axes`.
 
     Both hold zeros before and after. `what`: names them in errors. Raises KvferryError (`unknown_layout`).
     """
@@ -186,7 +186,7 @@ def locate(
 
 
 def _offsets(memory: torch.Tensor) -> torch.Tensor:
-    """Where in its storage each element of a tensor lies."""
+    """The offset in its storage of each element of a tensor."""
     offsets = torch.full(memory.shape, int(memory.storage_offset()), dtype=torch.int64)
     for axis, (extent, stride) in enumerate(zip(memory.shape, memory.stride(), strict=True)):
         offsets += (torch.arange(extent) * stride).view([-1 if i == axis else 1 for i in range(memory.ndim)])

@@ -31,11 +31,12 @@ _quoted = partial(quote, safe="")
 LONGEST_CALL_S = 3600.0
 """A daemon holds the answer to a call no longer."""
 POLL_S = 30.0
-"""One long poll. `RouterClient.wait` strings several together: proxies and load balancers cut longer silences."""
+"""Seconds of one long poll. `RouterClient.wait` strings several together: proxies and load balancers cut longer
+silences."""
 
 
 class DaemonError(KvferryError):
-    """What a daemon answered, or that it did not.
+    """A daemon's error, or the lack of an answer.
 
     status: the HTTP status, 0 when no answer came. retry_after_s: set when the daemon is full (429) or draining.
     Codes of our own: `malformed_url`, `daemon_unreachable`, `daemon_timeout`, `malformed_answer`; all others are the
@@ -65,7 +66,7 @@ class Explanation(BaseModel):
 
 
 class RouterClient:
-    """One daemon's REST service. Raises DaemonError (a KvferryError) from every method but `healthy`.
+    """A daemon's REST service. Raises DaemonError (a KvferryError) from every method but `healthy`.
 
     url: for example "http://127.0.0.1:7410". token: sent as a bearer token. timeout_s: for a whole call; long polls
     add their own wait. http: share one connection pool among several clients; its owner closes it. tls: for https,
@@ -203,7 +204,7 @@ class RouterClient:
     async def explain(
         self, sources: Sequence[Manifest], destination: Manifest, tables: schemas.ExplainTables | None = None
     ) -> Explanation:
-        """What a transfer between these would do. A pair that is refused raises with `refusals`."""
+        """The effect of a transfer between these. A pair that is refused raises with `refusals`."""
         body = schemas.ExplainRequest(
             sources=[source.model_dump(mode="json") for source in sources],
             destination=destination.model_dump(mode="json"),
@@ -212,7 +213,7 @@ class RouterClient:
         return await self._call("POST", "/v1/explain", Explanation, body=body)
 
     async def plan(self, engine_id: str, destination: str | None = None) -> schemas.PlanRecord:
-        """Who reads what from whom between this peer engine and the daemon's own. Raises `unknown_peer`."""
+        """The plan between this peer engine and the daemon's own. Raises `unknown_peer`."""
         query = {"engine_id": engine_id} | ({"destination": destination} if destination else {})
         return await self._call("GET", "/v1/plan", schemas.PlanRecord, query=query)
 

@@ -33,7 +33,7 @@ ADDRESS_REMEDY = "write host:port, with brackets round an IPv6 address"
 
 
 class Awaited(enum.StrEnum):
-    """What a transfer waits for while nothing of it moves."""
+    """The reason why nothing of a transfer moves."""
 
     ORDER = "order"
     """The router's order; an engine's own, where it names the source."""
@@ -50,7 +50,7 @@ Way: TypeAlias = Literal["auto", "direct", "staged", "mapped"]
 
 
 class _Request(BaseModel):
-    """What is wrong in one that Python makes is a KvferryError (`malformed_request`), as a daemon answers."""
+    """A fault in a body that Python makes is a KvferryError (`malformed_request`), as a daemon answers."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -160,7 +160,7 @@ class ErrorBody(_Answer):
 
 
 class RankTransfer(_Answer):
-    """One rank's share of a transfer.
+    """A rank's share of a transfer.
 
     bytes_per_s: while bytes moved. took_ms: from the order until the daemon that is asked learned of its end; None
     while it goes on. phases_ms: the time in each state, and `total`. `waiting` is the sum of `waiting_order`,
@@ -291,7 +291,7 @@ class PeerState(enum.StrEnum):
 
 
 class PeerRecord(_Answer):
-    """One rank of an engine elsewhere.
+    """A rank of an engine elsewhere.
 
     failures: in a row, without an answer in between. last_contact_at: when it last answered a call, or a transfer from
     it was done; seconds since 1970. p50_ms, p99_ms: half of its last 100 transfers, all but one in a hundred, took no
@@ -402,10 +402,10 @@ class ExplainRequest(_Request):
 
 
 class PlanRead(_Answer):
-    """What one rank reads from one source rank: the same share of some components in some layers.
+    """The part that one rank reads from one source rank: the same share of some components in some layers.
 
-    The share is [start, stop) of `total` positions of `axis`; an empty axis means that nothing is sharded. Of a paged
-    group's tokens it is those that `token_shard` has. nbytes: of one such token, in a state group of the whole state.
+    The share is [start, stop) of `total` positions of `axis`; an empty axis means that nothing is sharded. A paged
+    group's tokens are those that `token_shard` has. nbytes: of one such token, in a state group of the whole state.
     """
 
     reader: int
@@ -423,7 +423,7 @@ class PlanRead(_Answer):
 
 
 class PlanRecord(_Answer):
-    """Who reads what from whom between two engines. `missing`: our ranks that could not be asked, and why."""
+    """The plan between two engines. `missing`: our ranks that could not be asked, and why."""
 
     source_engine_id: str
     source_epoch: str
@@ -469,7 +469,7 @@ class Info(_Answer):
 
 
 class Totals(_Answer):
-    """What this daemon holds now, and what it has moved since its start. Of an engine of several ranks each daemon
+    """Totals that this daemon holds now, and has moved since its start. Each daemon of an engine of several ranks
     counts its own share.
 
     transfers, leases: how many are in each state; those that have ended count for as long as they are remembered.

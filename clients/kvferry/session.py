@@ -94,9 +94,9 @@ class Session:
             return await method(request, timeout=self.call_timeout_s + timeout_s)
         except grpc.aio.AioRpcError as error:
             raise session_closed() if self._closing else error_of(error, self.whom) from None
-        except grpc.aio.UsageError:  # what a call on a closed channel raises
+        except grpc.aio.UsageError:  # a call on a closed channel
             raise session_closed() from None
-        except asyncio.CancelledError:  # of this task, or of a call whose channel is closed under it
+        except asyncio.CancelledError:  # this task, or a call whose channel is closed under it
             task = asyncio.current_task()
             if not self._closing or (task is not None and task.cancelling()):
                 raise

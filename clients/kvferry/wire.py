@@ -30,7 +30,7 @@ _KINDS = {kind: pb.ProblemKind.Value(f"PROBLEM_KIND_{kind.name}") for kind in Ki
 TRANSFER_STATES = {state: pb.TransferState.Value(f"TRANSFER_STATE_{state.name}") for state in TransferState}
 LEASE_STATES = {state: pb.LeaseState.Value(f"LEASE_STATE_{state.name}") for state in LeaseState}
 PATHS = {name.removeprefix("PATH_").lower(): value for name, value in pb.Path.items()}
-"""By the word that records have; `unspecified` where they have none."""
+"""Keyed by the word that records have; `unspecified` where they have none."""
 _MEMORY_KIND, _GROUP_KIND = "MEMORY_KIND_", "GROUP_KIND_"
 
 
@@ -70,7 +70,7 @@ def layout_digest(message: pb.Manifest) -> bytes:
 
 def _plain(message: Message) -> dict[str, Any]:
     """The fields of a manifest, or of a part of it, by name; absent messages and absent optional fields are left out.
-    Where there are too many of a kind one too many is read, which Manifest refuses."""
+    If there are too many of a kind one too many is read, which Manifest refuses."""
     plain: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if field.has_presence and not message.HasField(field.name):
@@ -83,7 +83,7 @@ def _plain(message: Message) -> dict[str, Any]:
         elif isinstance(value, Sequence) and not isinstance(value, str):
             some = itertools.islice(value, MOST[field.name] + 1)
             every = (_plain(each) if isinstance(each, Message) else each for each in some)
-            value = every if field.name == "components" else list(every)  # of many, each is let go when it is read
+            value = every if field.name == "components" else list(every)  # each of many is let go when it is read
         plain[field.name] = value
     return plain
 

@@ -11,7 +11,7 @@ from kvferry.manifest.model import ManifestError, ModelInfo, Shard, TokenShard
 
 
 class Strided(Protocol):
-    """What numpy arrays and torch tensors have in common: a shape, a dtype, strides, an address."""
+    """The common part of numpy arrays and torch tensors: a shape, a dtype, strides, an address."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -55,7 +55,7 @@ class ManifestBuilder:
         self._groups: list[dict[str, object]] = []
         self._components: list[dict[str, object]] = []
         self._places: dict[int, range] = {}
-        """Where each region lies in this process."""
+        """Addresses of each region in this process."""
         self._manifest = {
             "engine_id": engine_id,
             "epoch": epoch,

@@ -29,7 +29,7 @@ from kvferry.manifest.overlap import overlap
 
 
 class Manifest(Part):
-    """One engine rank's cache. Build it with `ManifestBuilder`, or read it with `Manifest.from_json`.
+    """An engine rank's cache. Build it with `ManifestBuilder`, or read it with `Manifest.from_json`.
 
     Constructing one directly checks types only; `validated()` checks every rule.
     """

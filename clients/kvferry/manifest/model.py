@@ -1,4 +1,4 @@
-"""What a manifest is made of: regions, groups, components with named, strided axes."""
+"""The parts of a manifest: regions, groups, components with named, strided axes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ITEMSIZE = {
 
 
 MOST = {"regions": 4096, "groups": 1024, "components": 65536, "axes": 16, "whole": 16, "parallel": 1024}
-"""Of each in a manifest, or in a component."""
+"""The most of each in a manifest, or in a component."""
 
 
 class ManifestError(Malformed):

@@ -45,9 +45,9 @@ class Nest:
 def overlap(components: Sequence[Component]) -> tuple[int, int] | None:
     """Indices of two components, the earlier first, that share a byte of their region; None where none is known to.
 
-    All must be of one region and keep the rule of strides. What it returns is always true. It misses nothing where
-    components that reach into each other have the same strides there, as those of real caches have; others are compared
-    pair by pair, and after STEPS comparisons what is left is taken to be apart.
+    All must be of one region and keep the rule of strides. A result is always true. It misses nothing where components
+    that reach into each other have the same strides there, as those of real caches have; others are compared pair by
+    pair, and after STEPS comparisons what is left is taken to be apart.
     """
     return _Search().among([_nest(component, index) for index, component in enumerate(components)])
 
@@ -82,7 +82,7 @@ class _Search:
         return None
 
     def _alike(self, nests: list[Nest]) -> tuple[int, int] | None:
-        """Of nests with one outermost axis."""
+        """As `overlap`, for nests with one outermost axis."""
         if not nests[0].axes:
             nests.sort(key=attrgetter("start"))
             return next((_both(a, b) for a, b in pairwise(nests) if b.start < a.stop), None)
@@ -126,7 +126,7 @@ class _Search:
 
 
 def _clusters(nests: Sequence[Nest]) -> Iterator[list[Nest]]:
-    """Those whose spans overlap, directly or through others; no cluster of one."""
+    """Groups whose spans overlap, directly or through others; none of a single nest."""
     cluster: list[Nest] = []
     stop = 0
     for nest in sorted(nests, key=attrgetter("start")):

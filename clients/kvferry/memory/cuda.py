@@ -25,7 +25,7 @@ _MEMORY_TYPE, _DEVICE_ORDINAL, _LEGACY_IPC, _HANDLE_TYPES, _ON_DEVICE = 2, 9, 10
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What the driver knows of an address. `legacy_ipc`: exportable as a raw handle; VMM memory is not.
+    """The driver's knowledge of an address. `legacy_ipc`: exportable as a raw handle; VMM memory is not.
 
     handle_types: kinds of shareable handle that VMM memory was made with (1: POSIX fd, 8: fabric); 0 for others.
     """
@@ -71,7 +71,7 @@ class Device:
             call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def _ask(self, kind: type[c_uint64] | type[c_void_p], function: str, *arguments: object) -> int:
-        """What a function of the driver writes where its first argument points."""
+        """The value that a function of the driver writes where its first argument points."""
         answer = kind()
         with self:
             call(function, byref(answer), *arguments)
@@ -136,7 +136,7 @@ class Device:
             return Mapping(self, handle, known[0])
 
     def stream(self, priority: int = 0) -> Stream:
-        """One that does not wait for the legacy default stream. Lower numbers go first."""
+        """A stream that does not wait for the legacy default stream. Lower numbers go first."""
         return Stream(self, self._ask(c_void_p, "cuStreamCreateWithPriority", _NON_BLOCKING, priority))
 
     def event(self, *, timing: bool = False) -> Event:
@@ -207,11 +207,11 @@ class Mapping:
 class _Owned:
     device: Device
     handle: int
-    """What the driver knows it by: a handle or a host address; 0 once it is closed."""
+    """The driver's name for it: a handle or a host address; 0 once it is closed."""
     _end: ClassVar[str]
 
     def close(self) -> None:
-        """Idempotent. What a stream was given still runs."""
+        """Idempotent. Work that a stream was given still runs."""
         if self.handle:
             self._call(self._end, self.handle)
             self.handle = 0
@@ -238,7 +238,7 @@ class Stream(_Owned):
         self._call("cuMemsetD8Async", address, value, nbytes, self.handle)
 
     def wait(self, event: Event) -> None:
-        """What comes next on this stream runs after the event."""
+        """Later work on this stream runs after the event."""
         self._call("cuStreamWaitEvent", self.handle, event.handle, 0)
 
     def synchronize(self) -> None:
@@ -322,7 +322,7 @@ def devices() -> tuple[Device, ...]:
 
 
 def device(name: str) -> Device:
-    """By UUID (GPU-...) or by this process's number (cuda:0). Raises KvferryError (`unknown_gpu`)."""
+    """A device by UUID (GPU-...) or by this process's number (cuda:0). Raises KvferryError (`unknown_gpu`)."""
     for found in devices():
         if name in (found.uuid, f"cuda:{found.index}"):
             return found

@@ -84,7 +84,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 _QUICK = frozenset(
     {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery"}
 )
-"""What returns in microseconds is called with the GIL held: to wait for it again can take some hundred of them."""
+"""Quick functions are called with the GIL held: to wait for it again can take some hundred microseconds."""
 _REMEDIES = {
     "cuMemAlloc_v2": "free memory on this GPU, or ask for fewer bytes",
     "cuMemHostAlloc": "raise the limit of locked memory (capability IPC_LOCK), or ask for fewer bytes",

@@ -95,7 +95,7 @@ class Fences:
             return self._take()
 
     def reach(self, fence: Fence) -> None:
-        """What the fence stands for is written and visible to other processes."""
+        """The writes that the fence stands for are done and visible to other processes."""
         self.words[fence.word] = fence.value
 
     def _take(self) -> Fence:

@@ -14,11 +14,11 @@ from kvferry.memory import CudaRegion, SharedRegion, torch_pool
 from kvferry.memory.pools import segment_nbytes
 
 ALIGNED = 256
-"""Where a buffer in host memory may begin."""
+"""A buffer in host memory begins at a multiple of this."""
 
 
 def buffers_of(create: Callable[[], object]) -> list[torch.Tensor]:
-    """What `create` will make with `torch.zeros`: tensors without memory."""
+    """The tensors that `create` will make with `torch.zeros`, without memory."""
     made: list[torch.Tensor] = []
 
     def recorded(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -31,7 +31,7 @@ def buffers_of(create: Callable[[], object]) -> list[torch.Tensor]:
 
 
 def region_nbytes(buffers: Sequence[torch.Tensor], device: str) -> int:
-    """What a region must have for all of them."""
+    """Bytes that a region must have for all of them."""
     return sum(segment_nbytes(each.nbytes) if device == "cuda" else _aligned(each.nbytes) for each in buffers)
 
 
@@ -52,7 +52,7 @@ def placed(region: SharedRegion | CudaRegion, buffers: Sequence[torch.Tensor]) -
 def _parts_of(
     region: SharedRegion, buffers: Sequence[torch.Tensor]
 ) -> Callable[[torch.Size, torch.dtype], torch.Tensor | None]:
-    """One after another, zeroed by the daemon."""
+    """Places them one after another, zeroed by the daemon."""
     memory, used, missing = region.tensor(), 0, deque(buffers)
 
     def part(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:

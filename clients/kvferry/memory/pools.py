@@ -23,15 +23,16 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, c
 
 
 def segment_nbytes(nbytes: int) -> int:
-    """What torch asks its allocator for to place one tensor of `nbytes` in a fresh pool: 2 MiB up to 1 MiB (shared
-    with other small tensors), 20 MiB below 10 MiB (shared likewise), else `nbytes` rounded up to 2 MiB."""
+    """The bytes that torch asks its allocator for to place one tensor of `nbytes` in a fresh pool: 2 MiB up to 1 MiB
+    (shared with other small tensors), 20 MiB below 10 MiB (shared likewise), else `nbytes` rounded up to 2 MiB."""
     if nbytes <= SMALL:
         return SEGMENT
     return 2 * LARGE if nbytes < LARGE else -(-nbytes // SEGMENT) * SEGMENT
 
 
 class _Bump:
-    """Hands out a region from its start. What is given back last can be had again; the rest when all is back."""
+    """Hands out a region from its start. The piece that is given back last can be had again; the rest when all is
+    back."""
 
     def __init__(self, region: CudaRegion) -> None:
         self._start, self._nbytes, self._device = region.address, region.nbytes, region.device.index
@@ -93,7 +94,7 @@ def torch_pool(region: CudaRegion) -> Iterator[torch.cuda.MemPool]:
 
     bump = _Bump(region)
     allocate, free = _ALLOCATE(bump.allocate), _FREE(bump.free)
-    # What torch.cuda.CUDAPluggableAllocator does, without a shared library in between.
+    # As torch.cuda.CUDAPluggableAllocator does, without a shared library in between.
     allocator = torch._C._cuda_customAllocator(
         ctypes.cast(allocate, ctypes.c_void_p).value or 0, ctypes.cast(free, ctypes.c_void_p).value or 0
     )

@@ -33,7 +33,7 @@ the pages."""
 class SharedRegion:
     """A region of KV-cache memory mapped here: `nbytes` bytes from `address`.
 
-    Whoever maps it closes it. Arrays and tensors over it keep the mapping alive until they are gone.
+    The process that maps it closes it. Arrays and tensors over it keep the mapping alive until they are gone.
     """
 
     id: int
@@ -42,16 +42,16 @@ class SharedRegion:
     offset: int
     _map: mmap.mmap = field(repr=False)
     file: int
-    """A descriptor of it, which can be handed to a daemon. Nobody can make the file smaller."""
+    """A descriptor of it, which can be handed to a daemon. No process can make the file smaller."""
 
     @property
     def path(self) -> str:
-        """Where a process of the same user and PID namespace can open it, while this region is open."""
+        """The path at which a process of the same user and PID namespace can open it, while this region is open."""
         return f"/proc/{os.getpid()}/fd/{self.file}"
 
     @property
     def address(self) -> int:
-        """Where byte 0 of the region lies in this process; what ManifestBuilder.region asks for."""
+        """The address of byte 0 of the region in this process; ManifestBuilder.region asks for it."""
         return int(self.array().__array_interface__["data"][0])
 
     def array(self) -> npt.NDArray[np.uint8]:
@@ -67,7 +67,7 @@ class SharedRegion:
     def populate(self) -> None:
         """Map every page now, 0.3 s per GB, instead of at its first use: 1.3 us each, in the middle of a transfer.
 
-        An older kernel leaves it at that. By ctypes, which lets go of the GIL: mmap's own madvise keeps it.
+        An older kernel leaves it at that. Called by ctypes, which lets go of the GIL: mmap's own madvise keeps it.
         """
         libc, whole = ctypes.CDLL(None), np.frombuffer(self._map, dtype=np.uint8)
         for start in range(0, len(whole), POPULATE_NBYTES):
@@ -128,7 +128,7 @@ def _unavailable(why: str, path: str = "") -> KvferryError:
 class CudaRegion:
     """A region of KV-cache memory on a GPU, mapped here over CUDA IPC: `nbytes` bytes from `address`.
 
-    Whoever maps it closes it. Tensors over it keep the mapping alive until they are gone.
+    The process that maps it closes it. Tensors over it keep the mapping alive until they are gone.
     """
 
     id: int
@@ -160,7 +160,7 @@ class CudaRegion:
 
     @property
     def address(self) -> int:
-        """Where byte 0 of the region lies in this process; what ManifestBuilder.region asks for."""
+        """The address of byte 0 of the region in this process; ManifestBuilder.region asks for it."""
         return self._mapping.address + self.offset
 
     def tensor(self) -> torch.Tensor:
@@ -183,7 +183,7 @@ class CudaRegion:
 
 
 class _View:
-    """What torch asks for to use memory that is not its own; torch keeps it as long as the tensor's storage."""
+    """The interface by which torch uses memory that is not its own; torch keeps it as long as the tensor's storage."""
 
     def __init__(self, region: CudaRegion) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

@@ -28,7 +28,7 @@ _MOST_NBYTES = 1 << 46
 class Allocations:
     """`files`: a descriptor of each, in the order of their addresses; `nbytes` of each.
 
-    What was exported lies `offset` bytes into the first. `close` it; the memory stays.
+    The exported memory lies `offset` bytes into the first. `close` it; the memory stays.
     """
 
     files: tuple[int, ...]

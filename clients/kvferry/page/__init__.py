@@ -20,7 +20,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
 }
 Files = Mapping[str, tuple[bytes, str]]
-"""By path: (the file, its media type)."""
+"""(the file, its media type) by path."""
 
 
 def files(package: str, at: str = "/") -> Files:

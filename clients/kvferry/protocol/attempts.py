@@ -15,7 +15,7 @@ ELSEWHERE = "send the request to another decode worker"
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a request, the same on all ranks of the engine that reads.
+    """An attempt at a request, the same on all ranks of the engine that reads.
 
     number: from 1; 0 where the reservation is still to say it. by: empty where the engine has numbered it; otherwise an
     order has brought its tables, and this instance of rank 0's daemon counts those.
@@ -37,7 +37,7 @@ NO_ATTEMPT = Attempt(0)
 
 @dataclass(frozen=True, slots=True)
 class ReadingRank:
-    """One rank of an engine that reads. life: of what it has registered, never given again by its daemon."""
+    """A rank of an engine that reads. life: of what it has registered, never given again by its daemon."""
 
     engine_id: str
     epoch: str
@@ -107,7 +107,7 @@ def full(most: int) -> Full:
 
 
 def draining(rank: int, where: str) -> Unavailable:
-    """where: of this rank among several; empty where the engine has one."""
+    """`where` names this rank among several; empty where the engine has one."""
     if not where:
         return Unavailable("draining", "the daemon is draining and takes no new transfers", remedy=ELSEWHERE)
     why = f"{where} is draining, and the engine takes no new transfers"

@@ -19,7 +19,7 @@ EARLY = 32
 
 
 class Start:
-    """One start of the engine, on one rank: all that outlives a session."""
+    """A start of the engine, on one rank: all that outlives a session."""
 
     def __init__(self) -> None:
         self.leases, self.attempts = itertools.count(1), itertools.count(1)

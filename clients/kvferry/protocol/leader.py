@@ -94,7 +94,7 @@ class Leader:
                     known.instance = instances.get(rank, "")
                 return [e.Ask(event.part, rank) for rank in led.ranks]
             case e.Incomplete(_, why):
-                told = self._give_up(led, why.code, failed=True)  # where they have reserved they wait for the order
+                told = self._give_up(led, why.code, failed=True)  # ranks that have reserved wait for the order
                 return told + [each for rank in led.ranks for each in self._close(led, rank, why)]
             case e.GaveUp(_, code, failed):
                 led.given_up = True

@@ -1,4 +1,4 @@
-"""One lease: a request's published blocks on one engine rank, from its first publish to its end."""
+"""A lease: a request's published blocks on one engine rank, from its first publish to its end."""
 
 from __future__ import annotations
 

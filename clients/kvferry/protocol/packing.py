@@ -1,5 +1,4 @@
-"""One packing: the chunks that a reader wants of a lease, gathered into slots of the arena and kept until they are
-read.
+"""A packing: the chunks that a reader wants of a lease, gathered into slots of the arena and kept until they are read.
 
     wanted --Gather--> gathering --Gathered--> packed --GiveBack--> read
 

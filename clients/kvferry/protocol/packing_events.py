@@ -10,7 +10,7 @@ from kvferry.protocol.values import Reading, View
 
 
 class At(NamedTuple):
-    """One packing of a reading: its number is the reader's."""
+    """A packing of a reading: its number is the reader's."""
 
     reading: Reading
     number: int

@@ -42,7 +42,7 @@ class Readers:
         self._newest: Latest[tuple[ReaderEngine, str], int] = Latest(MAX_READERS)
         """The highest attempt of each engine that has read or reads, or has left, by who counts it."""
         self._counts: Latest[ReaderEngine, str] = Latest(MAX_READERS)
-        """Who counts the attempt that each engine is in."""
+        """The `by` of the attempt that each engine is in."""
         self.live = self.closed = self.whole = self.nbytes = 0
         """Ranks that read now; ranks that have read; engines of which all ranks have; bytes that were read in all."""
 

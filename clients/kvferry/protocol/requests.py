@@ -274,7 +274,7 @@ class Requests:
             ended = f"{event.attempt} of request {event.request_id} has ended on another rank: {event.why}"
             why = PeerFailed("rank_failed", ended) if event.failed else Conflict("aborted", ended)
             return self._pass_by(key, event.attempt, why)
-        if found.ended:  # that rank tells the others: two that have ended would do so by turns
+        if found.ended:  # the other rank tells: two that have ended would do so by turns
             return []
         if not event.failed:
             return self._abort(found, event.why)

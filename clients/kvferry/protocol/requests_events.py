@@ -12,7 +12,7 @@ from kvferry.protocol.claims import Blocks
 
 
 class Order(Protocol):
-    """Where to read from, as far as the machine looks at it."""
+    """The source to read from, as far as the machine looks at it."""
 
     @property
     def engine_id(self) -> str: ...
@@ -28,8 +28,8 @@ class Order(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Where to write on this rank. said: how the blocks are to be written, compared only. blocks: that are written.
-    weights: the name of those that the engine has now."""
+    """The blocks to write on this rank. said: how the blocks are to be written, compared only. blocks: that are
+    written. weights: the name of those that the engine has now."""
 
     said: object
     blocks: Blocks = field(compare=False)
@@ -292,7 +292,7 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class OneFewer:
-    """Whoever waits for a drain looks again."""
+    """Waiters for a drain look again."""
 
 
 @dataclass(frozen=True, slots=True)

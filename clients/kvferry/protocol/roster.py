@@ -22,7 +22,7 @@ AGAIN_S = (0.1, 2.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Roster:
-    """One engine in one epoch, for as long as any of its ranks is there."""
+    """An engine in one epoch, for as long as any of its ranks is there."""
 
     world_size: int
     streams: dict[int, tuple[int, e.Member]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Rosters:
 
     def __init__(self) -> None:
         self._rosters: dict[tuple[str, str], _Roster] = {}
-        """By engine and epoch."""
+        """Keyed by engine and epoch."""
         self._of: dict[int, tuple[str, str]] = {}
         """By stream."""
         self._kept_out: Latest[tuple[str, int], str] = Latest(KEPT_OUT)
@@ -119,7 +119,7 @@ class _Joining:
 
 
 class Joinings:
-    """One engine's joinings of its roster. A renewal adds one, and ends those before it once it holds or has had its
+    """An engine's joinings of its roster. A renewal adds one, and ends those before it once it holds or has had its
     time: no rank is missed meanwhile, and the last word holds."""
 
     def __init__(self, within_s: float) -> None:

@@ -1,4 +1,4 @@
-"""One reader's stream at the source: the leases that it reads, and what it is still to be told of each.
+"""A reader's stream at the source: the leases that it reads, and what it is still to be told of each.
 
 Nothing grows for a reader that does not read its replies. A lease shows its latest state in place of those before it,
 and announcements that find too many others waiting are dropped, since a reader can always ask.
@@ -23,7 +23,7 @@ Effects = list[e.SourceEffect]
 
 @dataclass(slots=True)
 class _Opened:
-    """One lease as this reader follows it, until it closes it or is told of its end."""
+    """A lease as this reader follows it, until it closes it or is told of its end."""
 
     asked: e.Ask
     waits: bool = False
@@ -185,7 +185,7 @@ class Serving:
 
 
 def _begun(opened: _Opened) -> Effects:
-    """What it packs, if it packs and there is something to pack."""
+    """Begin its packing, if it packs and there is something to pack."""
     if opened.packing is None or opened.view is None:
         return []
     return opened.packing.begin(opened.view)

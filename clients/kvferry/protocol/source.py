@@ -1,4 +1,4 @@
-"""One engine rank as a source: its leases, and the streams of those that read them."""
+"""An engine rank as a source: its leases, and the streams of those that read them."""
 
 from __future__ import annotations
 

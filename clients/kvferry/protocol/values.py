@@ -20,7 +20,7 @@ ReaderEngine: TypeAlias = tuple[str, str, int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class ReaderId:
-    """One rank of a reading engine. Readers are equal only if their keys are: names prove nothing."""
+    """A rank of a reading engine. Readers are equal only if their keys are: names prove nothing."""
 
     engine_id: str
     epoch: str
@@ -37,7 +37,7 @@ class ReaderId:
 
 
 class Reading(NamedTuple):
-    """One opening of a lease: `number` is never used again on its stream, and a stream never in a daemon's life."""
+    """An opening of a lease: `number` is never used again on its stream, and a stream never in a daemon's life."""
 
     stream: int
     number: int
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One publish: tokens [0, num_tokens) are in these blocks."""
+    """A publish: tokens [0, num_tokens) are in these blocks."""
 
     tables: Tables
     num_tokens: int
@@ -59,7 +59,8 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of one lease, from its first publish on. word: drawn by chance, never 0; it holds while the lease does."""
+    """The terms of one lease, from its first publish on. word: drawn by chance, never 0; it holds while the lease
+    does."""
 
     request_id: str
     number: int

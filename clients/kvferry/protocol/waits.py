@@ -17,7 +17,7 @@ class Waits:
         self._requests: dict[str, dict[Reading, tuple[Ask, ReaderId]]] = {}
         self._request_of: dict[Reading, str] = {}
         self._at: Counter[str] = Counter()
-        """By where they call from: no place takes all the waits."""
+        """Counted by the place of the caller: no place takes all the waits."""
 
     def refusal(self, request_id: str, who: ReaderId) -> KvferryError | None:
         if request_id not in self._requests and len(self._requests) >= self._limit:

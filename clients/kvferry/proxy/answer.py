@@ -22,7 +22,7 @@ STATUS = {
     **dict.fromkeys(("engine_timeout", "daemon_timeout", "deadline"), 504),
     "unauthorized": 401, "prefiller_not_allowed": 403, "body_too_large": 413, "full": 429, "draining": 503,
 }  # fmt: skip
-"""By code; every other code means that something behind the proxy failed: 502."""
+"""Statuses by code; every other code means that something behind the proxy failed: 502."""
 
 
 def refusal(error: KvferryError) -> Response:

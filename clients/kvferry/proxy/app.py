@@ -49,7 +49,7 @@ class Ring:
         return turn
 
     def among(self, host_ports: str) -> list[Endpoint]:
-        """Those that an x-prefiller-host-port header names. Raises KvferryError `prefiller_not_allowed`."""
+        """The endpoints that an x-prefiller-host-port header names. Raises KvferryError `prefiller_not_allowed`."""
         wanted = {name.strip().lower() for name in host_ports.split(",") if name.strip()}
         for name in wanted - {endpoint.host_port for endpoint in self._endpoints}:
             raise Forbidden(
@@ -60,7 +60,7 @@ class Ring:
 
 
 class Proxy:
-    """What lives as long as the application: the connection pool, the rings of engines, the daemons' clients."""
+    """The state of the application: the connection pool, the rings of engines, the daemons' clients."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -1,8 +1,8 @@
-"""One request on its way through both legs, and what is freed when it fails.
+"""A request on its way through both legs, and what is freed when it fails.
 
-Until decode's first byte has come, every failure has an HTTP status of its own. Whatever ends an exchange early
-(a refusal of decode, a failed order, a client that left) ends in `_clean_up`: both sides abort at once, so that
-prefill's blocks are not held until the lease's ttl.
+Until decode's first byte has come, every failure has an HTTP status of its own. An early end (a refusal of decode, a
+failed order, a client that left) goes through `_clean_up`: both sides abort at once, so that prefill's blocks are not
+held until the lease's ttl.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Daemons:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the client sent. `headers` go to both legs, with `handover_id` as X-Request-Id."""
+    """The client's request. `headers` go to both legs, with `handover_id` as X-Request-Id."""
 
     path: str
     body: legs.JsonObject
@@ -274,7 +274,7 @@ class Exchange(Response):
 
     @property
     def _lease(self) -> str:
-        """What prefill named the lease; until it has, the id that the request went in with is the best guess."""
+        """The name that prefill gave the lease; before, the id that the request went in with is the best guess."""
         return legs.lease_name(self._params) or self._asked.handover_id
 
     async def _clean_up(self) -> None:

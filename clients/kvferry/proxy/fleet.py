@@ -37,7 +37,7 @@ Role = Literal["prefill", "decode"]
 
 
 class DaemonRow(BaseModel):
-    """One daemon. url: of its REST service. engine: the URL of the engine that it stands beside. error: why there is no
+    """A daemon. url: of its REST service. engine: the URL of the engine that it stands beside. error: why there is no
     answer; the other fields are those of the last one then."""
 
     url: str

@@ -37,8 +37,8 @@ def read_body(content: bytes) -> JsonObject:
 
 
 def encode(leg: JsonObject) -> bytes:
-    """What an engine is sent: ASCII, as half a character is legal JSON and no UTF-8. Raises KvferryError
-    `malformed_json` where a client's body is nested too deeply."""
+    """An engine's body: ASCII, as half a character is legal JSON and no UTF-8. Raises KvferryError `malformed_json`
+    where a client's body is nested too deeply."""
     try:
         return json.dumps(leg, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
@@ -46,9 +46,10 @@ def encode(leg: JsonObject) -> bytes:
 
 
 def prefill_body(body: JsonObject) -> dict[str, object]:
-    """One token, not streamed, and please publish.
+    """A single token, not streamed, and please publish.
 
-    Of several prompts the first: one kv_transfer_params object describes the KV of one, and decode computes the others.
+    Several prompts count by their first: one kv_transfer_params object describes the KV of one, and decode computes the
+    others.
     """
     leg = {key: value for key, value in _own(body).items() if key != "stream_options"}
     leg |= {"stream": False, "max_tokens": 1, "max_completion_tokens": 1, PARAMS: dict(ASK_TO_PUBLISH)}

@@ -100,7 +100,7 @@ ENGINE = ["URL[,daemon=URL]..."]
 
 
 class Options(BaseModel):
-    """Times in seconds; each bounds a whole leg, connecting and reading included. What is described is a flag."""
+    """Times in seconds; each bounds a whole leg, connecting and reading included. Described fields are flags."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True, extra="forbid")
 

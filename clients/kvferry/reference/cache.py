@@ -1,4 +1,4 @@
-"""One rank's share of the model and the layout of its paged KV cache, as the daemon is told of it. No torch.
+"""A rank's share of the model and the layout of its paged KV cache, as the daemon is told of it. No torch.
 
 The whole cache is one array with six axes. A layout is the order in which they lie in memory, nothing more: the worker
 sees every layout as views with the axes (block, slot, head, dim), and the daemon sees those views in a manifest.
@@ -42,7 +42,7 @@ class RankShard:
     kv_heads: range
     heads: range
     columns: range
-    """Of the MLP's intermediate size."""
+    """Columns of the MLP's intermediate size."""
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, tp: int) -> RankShard:

@@ -1,4 +1,5 @@
-"""What is served (ModelConfig, ModelSource), how (EngineConfig), and whether two engines serve the same. No torch."""
+"""The model that is served (ModelConfig, ModelSource), how (EngineConfig), and whether two engines serve the same. No
+torch."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ class ModelConfig:
                 raise _unsupported(field, value, " or ".join(str(each) for each in served if each is not None))
         heads, eos = data["num_attention_heads"], data.get("eos_token_id")
         derived = {"num_key_value_heads": heads, "head_dim": data["hidden_size"] // heads}
-        # Of our own names some mean something else there: `dtype` is what the weights are stored in.
+        # Some of our own names mean something else there: `dtype` is what the weights are stored in.
         given = {name: value for name, value in {**data, **rope}.items() if value is not None and name not in _NAMES}
         given |= {"sliding": [kind == "sliding_attention" for kind in data.get("layer_types") or ()]}
         given |= {"sliding_window": data.get("sliding_window") or None}
@@ -143,7 +144,7 @@ def _unsupported(field: str, value: object, wanted: str) -> KvferryError:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where weights come from: a checkpoint folder, or `seed` for random ones of the same shape."""
+    """The origin of weights: a checkpoint folder, or `seed` for random ones of the same shape."""
 
     config: ModelConfig
     checkpoint: Path | None = None
@@ -210,7 +211,7 @@ def sample_tensors(folder: Path, digest: hashlib._Hash) -> None:
 
 
 class EngineConfig(BaseModel):
-    """How the model is served. Sizes in tokens or blocks as named, times in seconds. What is described is a flag."""
+    """How the model is served. Sizes in tokens or blocks as named, times in seconds. Described fields are flags."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True, extra="forbid")
 

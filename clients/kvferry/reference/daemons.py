@@ -1,4 +1,4 @@
-"""One EngineClient per rank, driven as one: a request is published, received or aborted on every rank or on none."""
+"""An EngineClient per rank, driven as one: a request is published, received or aborted on every rank or on none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.tables import Tables
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 OF_ANOTHER = frozenset({"rank_failed", "aborted"})
-"""What a rank is told of a failure that is not its own."""
+"""Codes that a rank gets for a failure that is not its own."""
 
 
 class LoadFailed(Caused):
@@ -117,7 +117,7 @@ class Daemons:
                 raise
 
         try:
-            async with asyncio.TaskGroup() as ranks:  # one that fails by itself cancels the others
+            async with asyncio.TaskGroup() as ranks:  # a rank that fails by itself cancels the others
                 receives = [ranks.create_task(receive(client)) for client in self._clients]
         except* KvferryError as failed:
             cause = failed.exceptions[0]

@@ -139,7 +139,7 @@ class Engine:
             self._spawn(self._daemons.abort(request.origin.request_id))
 
     async def _run(self, workers: Workers) -> None:
-        """One step at a time, for as long as there is something to do."""
+        """Run step after step, for as long as there is something to do."""
         try:
             while not self.failed.done():
                 for request in self.scheduler.admit():
@@ -249,7 +249,7 @@ class Engine:
         await asyncio.gather(*(lease.ended() for lease in leases), return_exceptions=True)
 
     def _held(self, request: Request) -> dict[str, BlockTable]:
-        """Where the KV of all computed tokens is."""
+        """The blocks of all computed tokens."""
         return self._tables(request, 0, request.computed, request.window_first)
 
     def _tables(self, request: Request, start: int, stop: int, window_first: int) -> dict[str, BlockTable]:

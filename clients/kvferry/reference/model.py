@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one request adds in a step: `count` tokens at positions [start, start + count), which its blocks hold."""
+    """A request's part of a step: `count` tokens at positions [start, start + count), which its blocks hold."""
 
     start: int
     count: int
@@ -76,7 +76,7 @@ class Layer:
 
 
 class Decoder:
-    """One rank of the model. With tp > 1, torch.distributed must be initialised: a step all-reduces twice a layer."""
+    """A rank of the model. With tp > 1, torch.distributed must be initialised: a step all-reduces twice a layer."""
 
     def __init__(self, config: ModelConfig, weights: Weights, rank: int = 0, tp: int = 1) -> None:
         self.config = config

@@ -119,7 +119,7 @@ class Scheduled:
 
 
 def prefix_hashes(tokens: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """One digest per full block of tokens; each stands for everything up to and including its block."""
+    """A digest per full block of tokens; each stands for everything up to and including its block."""
     digest = b""
     ids = np.asarray(tokens, dtype=np.int64)
     for stop in range(block_size, len(ids) + 1, block_size):
@@ -314,7 +314,7 @@ class Scheduler:
         del request.blocks[kept:]
 
     def release(self, request: Request) -> None:
-        """Nobody reads or writes the request's blocks any more."""
+        """The request's blocks are read and written no more."""
         assert request.left.is_set()
         request.state = RequestState.DONE
         blocks, request.blocks = request.blocks, []
@@ -322,7 +322,7 @@ class Scheduler:
 
 
 def step_input(scheduled: Sequence[Scheduled]) -> Step:
-    """What the workers get."""
+    """The step as the workers get it."""
     starts = [entry.request.computed for entry in scheduled]
     return Step(
         tokens=[

@@ -49,7 +49,8 @@ def error_answer(error: KvferryError) -> JSONResponse:
 
 
 class CompletionBody(BaseModel):
-    """What changes the result and is not served is refused by name; what greedy decoding has no use for is ignored."""
+    """Fields that change the result and are not served are refused by name; those that greedy decoding has no use for
+    are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -80,7 +81,7 @@ class CompletionBody(BaseModel):
         return tuple(text for text in texts if text)
 
     def token_lists(self, tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
-        """One list of token ids per prompt. Raises KvferryError (`malformed_request`)."""
+        """A list of token ids per prompt. Raises KvferryError (`malformed_request`)."""
         one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         prompts: list[Any] = [self.prompt] if one else list(self.prompt)
         lists = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -93,7 +94,7 @@ class CompletionBody(BaseModel):
 
 
 def requests_of(body: CompletionBody, prompts: list[list[int]], request_id: str, eos: tuple[int, ...]) -> list[Request]:
-    """One engine request per prompt. kv_transfer_params are those of the first: the others are computed here.
+    """An engine request per prompt. kv_transfer_params are those of the first: the others are computed here.
 
     Raises KvferryError for kv_transfer_params that are malformed.
     """
@@ -227,7 +228,7 @@ class Answer:
         return self._head.model_copy(update={"choices": choices, "usage": usage, "kv_transfer_params": handoff})
 
     async def events(self) -> AsyncGenerator[Completion, None]:
-        """One per output; the last of a request carries its finish_reason and kv_transfer_params."""
+        """An event per output; the last of a request carries its finish_reason and kv_transfer_params."""
         fresh = set(self._requests)
         async with aclosing(self._engine.generate(self._requests)) as outputs:
             async for output in outputs:

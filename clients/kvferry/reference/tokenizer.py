@@ -16,8 +16,8 @@ def tokenizer_of(source: ModelSource) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8. 256 begins a text, 257 ends one, and a token of 258 or more, which only an
-    untrained model utters, reads as <258>. The vocabulary has to have 258 tokens for prompts in text."""
+    """A token per byte of UTF-8. 256 begins a text, 257 ends one, and a token of 258 or more, which only an untrained
+    model utters, reads as <258>. The vocabulary has to have 258 tokens for prompts in text."""
 
     BEGIN, END = 256, 257
 

@@ -1,4 +1,4 @@
-"""One rank's process: maps its KV cache, loads its weights, and runs the steps that the driver sends."""
+"""A rank's process: maps its KV cache, loads its weights, and runs the steps that the driver sends."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the driver stops its workers
     torch.set_num_threads(1)
     with os.fdopen(os.dup(1), "wb") as replies:
-        os.dup2(2, 1)  # whatever a library prints is no reply
+        os.dup2(2, 1)  # output of a library is no reply
         serve(sys.stdin.buffer, replies)

@@ -38,7 +38,7 @@ class Start(BaseModel):
 
 
 class Step(BaseModel):
-    """One step of all ranks. Per sequence: its first position, how many tokens, its blocks, whether to sample."""
+    """A step of all ranks. Per sequence: its first position, how many tokens, its blocks, whether to sample."""
 
     tokens: list[int]
     starts: list[int]

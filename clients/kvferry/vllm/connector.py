@@ -70,7 +70,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.watch(kv_cache_manager)
 
     def reset_cache(self) -> bool | None:
-        """Nothing of a prefix is cached here. What is published stays readable: its weights are the same ones."""
+        """Nothing of a prefix is cached here. Published KV stays readable: its weights are the same ones."""
         self._scheduler.reset()
         return True
 

@@ -1,4 +1,4 @@
-"""What KV depends on: the model, by which two engines may exchange it, and the prompt, by which two requests may."""
+"""The identity of KV: the model, by which two engines may exchange it, and the prompt, by which two requests may."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def digest_of(request: Request, num_tokens: int) -> bytes:
 
 
 def _extras(request: Request, num_tokens: int) -> Iterator[str]:
-    """What vLLM adds to the hashes of its blocks, without `cache_salt`, which changes no KV."""
+    """The extras that vLLM adds to the hashes of its blocks, without `cache_salt`, which changes no KV."""
     if request.lora_request is not None:
         yield f"lora={adapters.digest(*adapter_of(request.lora_request))}"
     for feature in request.mm_features:  # in the order of the prompt

@@ -18,7 +18,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     socket: str = "/run/kvferry/engine.sock"
-    """Where the daemon beside a worker listens: {rank} (of the engine), {local_rank} (of the host), {dp_rank},
+    """The socket of the daemon beside a worker: {rank} (of the engine), {local_rank} (of the host), {dp_rank},
     {gpu_uuid} (of the worker's GPU: `kvferry host` names sockets so)."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     load_timeout_s: Seconds = 0.0
@@ -32,7 +32,7 @@ class Options(BaseModel):
     second_turn: bool = False
     """Keep the KV of what was decoded here, for the prefill of the conversation's next turn."""
     fingerprint: str = ""
-    """What both sides must have in common; empty: derived from the model's configuration and weights."""
+    """The fingerprint of both sides; empty: derived from the model's configuration and weights."""
 
     @classmethod
     def parse(cls, extra: dict[str, Any]) -> Options:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = init_logger("vllm.kvferry.scheduler")
 NULL_BLOCK = 0
-"""What stands in a block table where a sliding window has passed; no request ever gets it."""
+"""A block table's entry where a sliding window has passed; no request ever gets it."""
 LATER_PROMPT = re.compile(r"(\d+_)?cmpl-.*-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
 """vLLM's ids of a body's second prompt and of later ones: cmpl-NAME-1-RANDOM, with several answers 0_cmpl-NAME-1-....
 The kv_transfer_params of a body, and those of its answer, are the first prompt's."""
@@ -44,7 +44,7 @@ class Exchange:
     request: Request
     handoff: Handoff
     origin: Origin | None = None
-    """Where its KV is to be read from; None once the read has begun."""
+    """The place to read its KV from; None once the read has begun."""
     problem: KvferryError | None = None
     """Why its kv_transfer_params cannot be followed."""
     computed: int = 0
@@ -56,7 +56,7 @@ class Exchange:
     complete: bool = False
     """All that will ever be published has been."""
     digest: bytes = b""
-    """Of the prompt, once a part of it has been published."""
+    """The prompt's digest, once a part of it has been published."""
     begun: int = 0
     """The step with which it was last begun: none of its tokens had been computed."""
     loaded: int = 0
@@ -107,11 +107,11 @@ class SchedulerSide:
         self._attempts = itertools.count(1)
         self._leases = itertools.count(1)
         self._expected: Remembered[bytes] = Remembered()
-        """By remote request id: the digest of the last prompt that came with it."""
+        """The digest of the last prompt that came with each remote request id."""
         self._answered: Remembered[str] = Remembered()
-        """By the name that vLLM gives to several answers to one prompt: the last of them that has published."""
+        """The last request to publish, by the name that vLLM gives to several answers to one prompt."""
         self._loading: dict[str, Reading] = {}
-        """Those under way, by request."""
+        """Reads under way, by request."""
         self._readings: Remembered[Reading] = Remembered()
         """The one under way, or the last one where all of it has arrived, by lease."""
         self._step = Step()
@@ -142,7 +142,7 @@ class SchedulerSide:
             _shorten(request, self._behind)
 
     def _origin(self, handoff: Handoff, request: Request) -> Origin | None:
-        """Where to read a first part of the request's KV from. Raises KvferryError."""
+        """The source of a first part of the request's KV. Raises KvferryError."""
         if not handoff.reads:
             return None
         name = handoff.remote_request_id or lease_name(request.request_id)
@@ -208,7 +208,7 @@ class SchedulerSide:
             self._release(exchange)
 
     def ended(self, request_ids: Collection[str], failed: Collection[str]) -> None:
-        """Loads that have ended on every rank, well or not. Where vLLM is not to recompute what has failed, it finishes
+        """Loads that have ended on every rank, well or not. If vLLM is not to recompute what has failed, it finishes
         such a request just before: then there is nothing left to be cancelled."""
         for request_id in self._loading.keys() & set(request_ids):
             reading, lives = self._loading.pop(request_id), request_id in self._exchanges
@@ -226,7 +226,7 @@ class SchedulerSide:
         log.warning("request %s: nothing was handed over (%s): %s", request_id, reason, why)
 
     def next_step(self, output: SchedulerOutput, block_ids: Callable[[str], tuple[list[int], ...]]) -> Step:
-        """What the workers are to do with this step. `block_ids`: a request's blocks by group."""
+        """The workers' part of this step. `block_ids`: a request's blocks by group."""
         for request_id in output.preempted_req_ids or ():
             if (exchange := self._exchanges.get(request_id)) is not None:
                 self._revoke(exchange)
@@ -276,7 +276,7 @@ class SchedulerSide:
         """A step that takes the request to `reached` tokens: publish with it what no later step will add to."""
         request = exchange.request
         prompt = request.num_prompt_tokens
-        if request.max_tokens > 1:  # what a lease will hold is known when it begins: its digest is that of the whole
+        if request.max_tokens > 1:  # a lease begins with the digest of all that it will hold
             return
         last = reached >= prompt
         if not last and not self._options.progressive:
@@ -314,7 +314,7 @@ class SchedulerSide:
             self._step.finished.append(self._publish(exchange, tables, room, digest, last=True, metadata=metadata))
         self._step.hold.append(request.request_id)
         if (prompt := _prompt_of(request.request_id)) != request.request_id:
-            # One of several answers: the client gets the kv_transfer_params of the one that ends last.
+            # The client gets the kv_transfer_params of the answer that ends last.
             if (before := self._answered.get(prompt)) is not None:
                 self._step.unread.append(before)
             self._answered[prompt] = request.request_id
@@ -329,7 +329,7 @@ class SchedulerSide:
         self, exchange: Exchange, tables: dict[str, BlockTable], num_tokens: int, digest: bytes, *, last: bool,
         metadata: bytes = b"",
     ) -> Publish:  # fmt: skip
-        """Of the request's lease, which has its number from the first publish on."""
+        """A publish of the request's lease, which has its number from the first publish on."""
         exchange.lease = exchange.lease or next(self._leases)
         return Publish(
             exchange.request.request_id, exchange.lease, tables, num_tokens, last, digest, exchange.since, metadata
@@ -410,7 +410,7 @@ def _answers(request: Request) -> str:
 
 
 def _prompt_of(request_id: str) -> str:
-    """What the names have in common that vLLM gives to several answers to one prompt: 0_name, 1_name, ... Without a
+    """The common part of the names that vLLM gives to several answers to one prompt: 0_name, 1_name, ... Without a
     server vLLM names requests 0, 1, ..."""
     index, several, name = request_id.partition("_")
     return name if several and index.isdigit() else request_id

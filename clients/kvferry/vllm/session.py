@@ -1,4 +1,4 @@
-"""What a worker orders from its daemon. It runs on the client's event loop: the worker does not wait for it."""
+"""A worker's orders to its daemon. It runs on the client's event loop: the worker does not wait for it."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Session:
             if publish.last:
                 await lease.ended()
         except KvferryError as error:
-            if publish.last and error.code != "aborted":  # that is, revoked before it was sent
+            if publish.last and error.code != "aborted":  # aborted: revoked before it was sent
                 mixed = error.code == "mixed_weights"
                 self._ends.put((publish.request_id, End.MIXED if mixed else End.UNPUBLISHED))
             if isinstance(error, Unsettled):

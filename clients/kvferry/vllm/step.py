@@ -1,4 +1,4 @@
-"""What the scheduler's connector sends to the workers' with each engine step."""
+"""The message from the scheduler's connector to the workers' with each engine step."""
 
 from __future__ import annotations
 

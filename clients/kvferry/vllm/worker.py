@@ -38,7 +38,7 @@ LINGER_S = 0.005
 
 
 class WorkerSide:
-    """One engine rank. The session with its daemon begins here and ends with `close`."""
+    """An engine rank. The session with its daemon begins here and ends with `close`."""
 
     def __init__(self, config: VllmConfig, caches: KVCacheConfig, options: Options) -> None:
         self._config = config
@@ -114,7 +114,7 @@ class WorkerSide:
             self._session.revoke(request_id)
 
     def begin(self, step: Step) -> None:
-        """What does not depend on the step's forward pass."""
+        """Do what does not depend on the step's forward pass."""
         session, before, self._weights.step = self._session, None, step.number
         if step.load and self._device == "cuda":  # steps that are under way may still write these blocks
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -150,7 +150,7 @@ class WorkerSide:
                 self._session.publish(publish, self._weights.of(publish.since), after)
 
     def results(self, step: Step) -> KVConnectorTransferResults:
-        """What has ended since the last step.
+        """Ends since the last step.
 
         A step that computes nothing waits up to LINGER_S for an end. Otherwise vLLM would step on at once: that takes a
         core from the daemon, and the end would be seen some steps later.
@@ -167,7 +167,7 @@ class WorkerSide:
         )
 
     def close(self) -> None:
-        """What is published stays readable until it is read or expires."""
+        """Published KV stays readable until it is read or expires."""
         self._daemon.close()
         if isinstance(self._memory, SharedRegion | CudaRegion):
             self._memory.close()
