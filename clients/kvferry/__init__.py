@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from kvferry.blocking import BlockingEngineClient, BlockingLease
-    from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, TransferFailed, Unsettled
+    from kvferry.engine import EngineClient, Lease, Received, TransferFailed, Unsettled
     from kvferry.errors import KvferryError
     from kvferry.manifest import Manifest, ManifestBuilder, ManifestError, ModelInfo, Shard, TokenShard
     from kvferry.memory import CudaRegion, SharedRegion, cuda_memory, memfd_region, torch_pool
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "blocking": ["BlockingEngineClient", "BlockingLease"],
-    "engine": ["EngineClient", "Lease", "ReceiveCancelled", "Received", "TransferFailed", "Unsettled"],
+    "engine": ["EngineClient", "Lease", "Received", "TransferFailed", "Unsettled"],
     "errors": ["KvferryError"],
     "manifest": ["Manifest", "ManifestBuilder", "ManifestError", "ModelInfo", "Shard", "TokenShard"],
     "memory": ["CudaRegion", "SharedRegion", "cuda_memory", "memfd_region", "torch_pool"],
@@ -35,7 +35,7 @@ _HOMES = {
 __all__ = [
     "BlockTable", "BlockingEngineClient", "BlockingLease", "CudaRegion", "DaemonError", "EngineClient", "KvferryError",
     "Lease", "LeaseState", "Manifest", "ManifestBuilder", "ManifestError", "ModelInfo", "OrderBody",
-    "ReceiveCancelled", "Received", "RouterClient", "Shard", "SharedRegion", "SourceBody", "TokenShard",
+    "Received", "RouterClient", "Shard", "SharedRegion", "SourceBody", "TokenShard",
     "TransferFailed", "TransferState", "Unsettled", "cuda_memory", "memfd_region", "torch_pool",
 ]  # fmt: skip
 

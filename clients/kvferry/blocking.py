@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, TransferFailed
+from kvferry.engine import EngineClient, Lease, Received, TransferFailed
 from kvferry.errors import Conflict, Deadline, KvferryError, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory
@@ -76,15 +76,13 @@ class Receipt(Future[Received]):
         return False
 
     def _settle(self, task: asyncio.Task[Received]) -> None:
-        quiesced: asyncio.Future[None] = self._loop.create_future()
-        aborted = Conflict("aborted", "the receive was cancelled")
         try:
             self.set_result(task.result())
-        except ReceiveCancelled as cancelled:
-            self.set_exception(TransferFailed(aborted, "aborted", cancelled._quiesced))
-        except asyncio.CancelledError:
-            quiesced.set_result(None)
-            self.set_exception(TransferFailed(aborted, "aborted", quiesced))
+        except asyncio.CancelledError as cancelled:
+            nothing_begun: asyncio.Future[None] = self._loop.create_future()
+            nothing_begun.set_result(None)
+            aborted = Conflict("aborted", "the receive was cancelled")
+            self.set_exception(cancelled.__cause__ or TransferFailed(aborted, "aborted", nothing_begun))
         except BaseException as error:  # noqa: BLE001  raised where the result is asked for
             self.set_exception(error)
 

@@ -30,9 +30,10 @@ from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
 from kvferry.memory import vmm as cuda_vmm
 from kvferry.memory.fences import Fence, Fences
-from kvferry.outcomes import Lease, Pending, ReceiveCancelled, Received, TransferFailed, Unsettled, refuse
+from kvferry.outcomes import Lease, Pending, Received, TransferFailed, Unsettled, refuse
 from kvferry.protocol import book_events as b
 from kvferry.protocol.book import Book
+from kvferry.protocol.book_values import aborted
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState, SourceBody, TransferState
 from kvferry.session import CALL_S, Session, check_size
@@ -43,7 +44,7 @@ from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EngineClient", "Lease", "ReceiveCancelled", "Received", "TransferFailed", "Unsettled"]
+__all__ = ["EngineClient", "Lease", "Received", "TransferFailed", "Unsettled"]
 
 E = TypeVar("E", LeaseState, TransferState)
 LEAVE_S = 5.0
@@ -284,8 +285,8 @@ class EngineClient:
 
         Raises KvferryError when the daemon refuses it: what was published before it stays readable, or with `withdraw`
         nobody reads it any more. Unsettled when the daemon does not answer in time or the session ends first: it may be
-        published, and is withdrawn; `quiesced()` waits until nobody reads it. It is withdrawn too
-        when this call is cancelled.
+        published, and is withdrawn; `quiesced()` waits until nobody reads it. It is withdrawn too when this call is
+        cancelled: then `quiesced(request_id)` of this client waits.
         """
         request = engine_pb2.PublishRequest(
             request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens, more=more,
@@ -301,6 +302,7 @@ class EngineClient:
             if pending.told.is_set() and pending.end is None:  # it was taken in this very turn
                 abort = self._pending("abort", engine_pb2.EngineAbortRequest(request_id=request_id))
                 self._on(b.Abort(abort, request_id))
+                self._on(b.Leave(abort))
             raise
         assert pending.lease is not None
         return pending.lease
@@ -332,8 +334,8 @@ class EngineClient:
         Raises TransferFailed, or KvferryError when the reservation is refused. The daemon keeps the deadline, which a
         router's order may move; when it is silent GRACE_S after it, TransferFailed (`deadline`) says so, whatever
         `call_timeout_s` is.
-        When this call is cancelled it aborts the transfer. It ends when the blocks are safe, or after LEAVE_S with
-        ReceiveCancelled: then they are not, and `quiesced()` of that waits until they are.
+        When this call is cancelled it aborts the transfer. It ends when the blocks are safe, or after LEAVE_S:
+        `quiesced(request_id)` of this client waits until they are, also where a timeout or a group has cancelled it.
         """
         request = engine_pb2.ReceiveRequest(
             request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way,
@@ -347,14 +349,12 @@ class EngineClient:
         self._on(b.Receive(pending, request_id, attempt))
         try:
             await self._end_of(pending, deadline_s or self._deadline_s)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             self._on(b.Leave(pending))
             with suppress(asyncio.CancelledError):  # impatience changes nothing for the blocks
                 await asyncio.wait([pending.quiet], timeout=LEAVE_S)
-            cancelled = ReceiveCancelled(request_id, pending.quiet)
-            if not cancelled.blocks_safe:
-                raise cancelled from None
-            raise
+            # asyncio.timeout and TaskGroup know no subclass of CancelledError: its cause tells of the blocks.
+            raise cancelled from TransferFailed(aborted(request_id), "aborted", pending.quiet)
         except Unsettled as error:
             raise TransferFailed(error, "failed", pending.quiet) from None
         event = pending.end
@@ -485,6 +485,17 @@ class EngineClient:
                     await error.quiesced()
             except TimeoutError:
                 raise error from None
+
+    async def quiesced(self, request_id: str) -> None:
+        """Wait until nothing reads or writes the blocks of calls for the request that have failed or were cancelled:
+        the daemon has confirmed it, or is known to be dead. Calls that go on are not waited for.
+
+        There is no deadline. Raises KvferryError (`session_closed`) for a client that was closed before it was known.
+        """
+        for pending in self._book.left(request_id):
+            await asyncio.shield(pending.quiet)
+        if self._book.unknown is not None:
+            raise self._book.unknown
 
     async def close(self, *, leave: bool = True) -> None:
         """End the session: this engine does not touch its memory any more. Leases on daemon-owned memory stay readable

@@ -28,10 +28,12 @@ class Received:
     """The number of the lease that was read."""
 
 
-class _InDoubt:
-    """An end of a call after which its blocks may still be read or written."""
+class Unsettled(Caused):
+    """A call that failed while its blocks may still be read or written. Reuse them once `quiesced()` has returned."""
 
-    _quiesced: asyncio.Future[None]
+    def __init__(self, problem: KvferryError, quiesced: asyncio.Future[None]) -> None:
+        super().__init__(problem)
+        self._quiesced = quiesced
 
     @property
     def blocks_safe(self) -> bool:
@@ -47,14 +49,6 @@ class _InDoubt:
         await asyncio.shield(self._quiesced)
 
 
-class Unsettled(Caused, _InDoubt):
-    """A call that failed while its blocks may still be read or written. Reuse them once `quiesced()` has returned."""
-
-    def __init__(self, problem: KvferryError, quiesced: asyncio.Future[None]) -> None:
-        super().__init__(problem)
-        self._quiesced = quiesced
-
-
 class TransferFailed(Unsettled):
     """A transfer that failed or was aborted. The blocks hold nothing of use.
 
@@ -64,14 +58,6 @@ class TransferFailed(Unsettled):
     def __init__(self, problem: KvferryError, state: str, quiesced: asyncio.Future[None]) -> None:
         super().__init__(problem, quiesced)
         self.state = state
-
-
-class ReceiveCancelled(asyncio.CancelledError, _InDoubt):
-    """A receive was cancelled, and its blocks may still be written. Reuse them once `quiesced()` has returned."""
-
-    def __init__(self, request_id: str, quiesced: asyncio.Future[None]) -> None:
-        super().__init__(f"the blocks of request {request_id} are not known to be quiet")
-        self._quiesced = quiesced
 
 
 @dataclass(slots=True, eq=False)

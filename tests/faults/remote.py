@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from fleet import TIMEOUT_S
 from ranks import Blocks, Kv, Rank, Shape, start_rank
 
-from kvferry.engine import Lease, ReceiveCancelled, TransferFailed
+from kvferry.engine import Lease
 from kvferry.errors import KvferryError
 from kvferry.schemas import SourceBody
 from kvferryd.demo.fleet import DaemonService
@@ -144,7 +144,6 @@ class Engine:
     def __init__(self, rank: Rank, shape: Shape, number: int) -> None:
         self.rank, self.shape, self.number = rank, shape, number
         self.receiving: dict[str, asyncio.Task[Any]] = {}
-        self.failed: dict[str, TransferFailed | ReceiveCancelled] = {}
         self.leases: dict[str, Lease] = {}
 
     async def start(self) -> Answer:
@@ -170,13 +169,8 @@ class Engine:
         try:
             await asyncio.wait([task])
             return {"nbytes": task.result().nbytes}
-        except asyncio.CancelledError as cancelled:
-            if isinstance(cancelled, ReceiveCancelled):
-                self.failed[request_id] = cancelled
+        except asyncio.CancelledError:
             return {"code": "cancelled", "message": "the receive was cancelled"}
-        except TransferFailed as failed:
-            self.failed[request_id] = failed
-            raise
 
     async def cancel(self, request_id: str) -> Answer:
         self.receiving[request_id].cancel()
@@ -184,8 +178,7 @@ class Engine:
         return {}
 
     async def quiesced(self, request_id: str) -> Answer:
-        if (failed := self.failed.pop(request_id, None)) is not None:  # one that was refused had no blocks
-            await failed.quiesced()
+        await self.rank.client.quiesced(request_id)
         return {}
 
     async def withdraw(self, request_id: str, blocks: Blocks, tokens: int, seed: int) -> Answer:

@@ -31,7 +31,7 @@ from soaking import SECONDS, SEED
 from stopping import stopped
 from victim import OWN_FAULT
 
-from kvferry.engine import Lease, ReceiveCancelled, Unsettled
+from kvferry.engine import Lease, Unsettled
 from kvferry.errors import KvferryError
 from kvferry.outcomes import Received
 from kvferry.router import RouterClient
@@ -320,7 +320,7 @@ class Soak:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 for outcome in outcomes:
-                    if isinstance(outcome, Unsettled | ReceiveCancelled):
+                    if isinstance(outcome, Unsettled):
                         await outcome.quiesced()
         except TimeoutError:
             self.seen.hangs.append(f"blocks of {life.engine.engine_id} that are never quiet: {outcomes}")

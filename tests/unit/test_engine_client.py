@@ -21,8 +21,9 @@ from caches import attention, cache
 from kvferry import blocking as blocking_module
 from kvferry import engine as engine_module
 from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import EngineClient, ReceiveCancelled, TransferFailed, Unsettled
+from kvferry.engine import EngineClient, TransferFailed, Unsettled
 from kvferry.errors import KvferryError
+from kvferry.outcomes import Pending
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 
@@ -183,17 +184,62 @@ async def test_a_receive_that_is_cancelled_before_its_reply_is_aborted_after_it(
     assert receiving.cancelled()
 
 
-async def test_a_daemon_that_says_nothing_holds_a_cancelled_receive_only_so_long(
-    both: Both, monkeypatch: pytest.MonkeyPatch
+class Broken(Exception):
+    """A failure beside a receive."""
+
+
+async def timed_out(receive: Awaitable[object]) -> None:
+    async with asyncio.timeout(0.05):
+        await receive
+
+
+async def waited_for(receive: Awaitable[object]) -> None:
+    await asyncio.wait_for(receive, 0.05)
+
+
+async def timed_out_within(receive: Awaitable[object]) -> None:
+    """The outer one passes while the inner one waits for the blocks."""
+    async with asyncio.timeout(0.06), asyncio.timeout(0.05):
+        await receive
+
+
+async def in_a_group(receive: Awaitable[object]) -> None:
+    async def fail() -> None:
+        raise Broken
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+            await receive
+    except* Broken as failed:
+        raise failed.exceptions[0] from None
+
+
+CANCELLED: dict[str, tuple[Callable[[Awaitable[object]], Awaitable[None]], type[Exception]]] = {
+    "timeout": (timed_out, TimeoutError),
+    "wait_for": (waited_for, TimeoutError),
+    "two timeouts": (timed_out_within, TimeoutError),
+    "TaskGroup": (in_a_group, Broken),
+}
+
+
+@pytest.mark.parametrize(("cancel", "raised"), CANCELLED.values(), ids=CANCELLED.keys())
+async def test_whatever_cancels_a_receive_its_blocks_are_waited_for_by_the_name_of_the_request(
+    both: Both,
+    monkeypatch: pytest.MonkeyPatch,
+    cancel: Callable[[Awaitable[object]], Awaitable[None]],
+    raised: type[Exception],
 ) -> None:
+    """A daemon that says nothing holds it only so long."""
     monkeypatch.setattr(engine_module, "LEAVE_S", 0.1)
     daemon, client = both
     daemon.answers.clear()
-    receiving = asyncio.create_task(client.receive("R", TABLES))
+    with pytest.raises(raised):
+        async with asyncio.timeout(60):
+            await cancel(client.receive("R", TABLES))
     await daemon.until("receive [1, 2]")
-    receiving.cancel()
-    with pytest.raises(ReceiveCancelled) as cancelled:
-        await asyncio.wait_for(receiving, 10)
+    quiesced = asyncio.create_task(client.quiesced("R"))
+    await client.quiesced("Q")  # nothing was said of it
     client._session.call_timeout_s = 0.1
     with pytest.raises(KvferryError) as pending:
         await client.receive("R", OTHERS)
@@ -203,10 +249,58 @@ async def test_a_daemon_that_says_nothing_holds_a_cancelled_receive_only_so_long
     await daemon.until("receive [1, 2]", "abort")
     daemon.end("t0", "aborted", safe=False)
     await everything_heard(daemon, client)
-    assert not cancelled.value.blocks_safe
+    assert not quiesced.done()
     daemon.safe("t0")
-    await asyncio.wait_for(cancelled.value.quiesced(), 10)
+    await asyncio.wait_for(quiesced, 60)
     assert not client._book.sizes()["receives"]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+async def test_the_blocks_of_a_publish_that_is_cancelled_are_waited_for_in_the_same_way(
+    both: Both, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    """taken: in the turn in which it is cancelled."""
+    daemon, client = both
+    daemon.answers.clear()
+    publishing = asyncio.create_task(client.publish("R", TABLES, 5))
+    await daemon.until("publish")
+    if taken:
+        (pending,) = client._book._calls
+        assert isinstance(pending, Pending)
+        tell = pending.tell
+
+        def tell_and_cancel(*end: KvferryError) -> None:
+            tell(*end)
+            publishing.cancel()
+            daemon.answers.clear()
+
+        monkeypatch.setattr(pending, "tell", tell_and_cancel)
+        daemon.answers.set()
+    else:
+        publishing.cancel()
+    await asyncio.wait([publishing])
+    assert publishing.cancelled()
+    quiesced = asyncio.create_task(client.quiesced("R"))
+    await everything_heard(daemon, client)
+    assert not quiesced.done()
+    daemon.answers.set()
+    await asyncio.wait_for(quiesced, 60)
+    assert daemon.heard == ["publish", "abort"]
+
+
+async def test_whether_blocks_are_quiet_is_never_known_of_a_client_that_is_closed(both: Both) -> None:
+    daemon, client = both
+    daemon.answers.clear()
+    client._session.call_timeout_s = 0.1
+    with pytest.raises(TransferFailed):
+        await client.receive("R", TABLES)
+    quiesced = asyncio.create_task(client.quiesced("R"))
+    await asyncio.sleep(0)
+    await client.close()
+    for waiting in (quiesced, client.quiesced("R")):
+        with pytest.raises(KvferryError) as refused:
+            await waiting
+        assert refused.value.code == "session_closed"
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -41,7 +41,7 @@ class Book:
         self.ended: KvferryError | None = None
         """Why the session has ended."""
         self._over = False
-        self._unknown: KvferryError | None = None
+        self.unknown: KvferryError | None = None
 
     def on(self, event: e.Event) -> Effects:
         """Raises KvferryError (`number_required`, `mixed_weights`); then nothing has changed."""
@@ -76,6 +76,10 @@ class Book:
                 return self._settle(unknown)
             case _:
                 assert_never(event)
+
+    def left(self, name: str) -> list[e.Call]:
+        """Calls of the request that nobody waits for any more, and that are not quiet."""
+        return [call for call, of in self._calls.items() if of.told and getattr(of.said, "request_id", "") == name]
 
     # The engine speaks.
 
@@ -143,8 +147,7 @@ class Book:
 
     def _lease_of(self, said: e.Publish) -> Lease:
         name, number = said.request_id, said.number
-        known = self._leases.get((name, number)) if number else self._counted.get(name)
-        if known is not None:
+        if (known := self._leases.get((name, number)) if number else self._counted.get(name)) is not None:
             return known
         lease = Lease(said.lease, number or next(self.start.leases))
         if not number:
@@ -159,8 +162,7 @@ class Book:
         if call is None or call.told:
             return []
         if call in self._waiting:
-            request_id = getattr(call.said, "request_id", "")
-            why = values.registering() if self._registering else values.pending(request_id)
+            why = values.registering() if self._registering else values.pending(getattr(call.said, "request_id", ""))
             return self._tell(call, e.Refused(call.said.call, why))
         call.told = True
         if isinstance(call, Receive):
@@ -188,8 +190,7 @@ class Book:
     def _answered(self, answer: e.Answered) -> Effects:
         if (settled := self._settling.pop(answer.id, None)) is not None:
             return self._tell(settled, e.Refused(settled.said.call, settled.why or values.aborted("")))
-        call = self._sent.pop(answer.id, None)
-        if call is None:
+        if (call := self._sent.pop(answer.id, None)) is None:
             return []
         if isinstance(call, Receive):
             return self._receive_answered(call, answer)
@@ -235,8 +236,7 @@ class Book:
         """Abort it, once the daemon has something to abort."""
         if not receive.given_up or receive.over or not receive.transfer_id:
             return []
-        assert isinstance(receive.said, e.Receive)
-        return [e.SendAbort(next(self._ids), receive.said.request_id)]
+        return [e.SendAbort(next(self._ids), receive.said.request_id)]  # type: ignore[union-attr]  # it is a Receive
 
     def _heard(self, receive: Receive, event: e.TransferOver | e.BlocksSafe) -> Effects:
         """Only events of its own transfer count: an earlier one of the same request may end late."""
@@ -293,12 +293,12 @@ class Book:
         if not self._over:
             return [e.Doubtful(owner, self.ended)]
         del self._calls[owner]
-        return [e.Doubtful(owner, self.ended), e.Quiet(owner, self._unknown)]
+        return [e.Doubtful(owner, self.ended), e.Quiet(owner, self.unknown)]
 
     def _settle(self, unknown: KvferryError | None) -> Effects:
         if self._over:
             return []
-        self._over, self._unknown = True, unknown
+        self._over, self.unknown = True, unknown
         end = unknown or values.daemon_gone()
         effects: Effects = [e.Quiet(owner, unknown) for owner in self._calls]
         effects += [e.LeaseEnded(lease.held, end) for lease in self._leases.values()]

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
-from kvferry.engine import EngineClient, Lease, ReceiveCancelled, Received, Unsettled
+from kvferry.engine import EngineClient, Lease, Received, Unsettled
 from kvferry.errors import Caused, Internal, KvferryError, Malformed, Unavailable
 from kvferry.handoff import Origin
 from kvferry.manifest import Manifest
@@ -27,14 +27,14 @@ OF_ANOTHER = frozenset({"rank_failed", "aborted"})
 class LoadFailed(Caused):
     """The KV of a request did not arrive on every rank. Its blocks may be reused once `quiesced()` has returned."""
 
-    def __init__(self, cause: KvferryError, in_doubt: Iterable[Unsettled | ReceiveCancelled]) -> None:
+    def __init__(self, cause: KvferryError, request_id: str, clients: Iterable[EngineClient]) -> None:
         super().__init__(cause)
-        self._in_doubt = in_doubt
+        self._request_id, self._clients = request_id, clients
 
     async def quiesced(self) -> None:
-        for error in self._in_doubt:
+        for client in self._clients:
             with suppress(KvferryError):  # the client is closed: the engine stops
-                await error.quiesced()
+                await client.quiesced(self._request_id)
 
 
 class Daemons:
@@ -100,7 +100,6 @@ class Daemons:
     async def receive(self, origin: Origin, tables: Tables, tokens: tuple[int, int]) -> Received:
         """Rank 0's result, when every rank has received. Raises LoadFailed with the reason of the first that failed by
         itself; of another rank's failure a rank may hear before the rank itself has said why."""
-        in_doubt: list[Unsettled | ReceiveCancelled] = []
         deadline_s, attempt = self._engine.load_timeout_s, next(self._attempts)
 
         async def receive(client: EngineClient) -> Received | KvferryError:
@@ -109,10 +108,8 @@ class Daemons:
                     origin.request_id, tables, tokens, source=origin.source, deadline_s=deadline_s,
                     digest=origin.digest, attempt=attempt,
                 )  # fmt: skip
-            except (KvferryError, ReceiveCancelled) as error:
-                if isinstance(error, Unsettled | ReceiveCancelled):
-                    in_doubt.append(error)
-                if isinstance(error, KvferryError) and error.code in OF_ANOTHER:
+            except KvferryError as error:
+                if error.code in OF_ANOTHER:
                     return error  # the rank that failed raises the reason, by its deadline at the latest
                 raise
 
@@ -122,17 +119,17 @@ class Daemons:
         except* KvferryError as failed:
             cause = failed.exceptions[0]
             assert isinstance(cause, KvferryError)
-            error = LoadFailed(cause, in_doubt)
+            error = LoadFailed(cause, origin.request_id, self._clients)
         except* Exception as broke:
             log.exception("receiving broke")
             why = f"receiving failed: {type(broke.exceptions[0]).__name__}"
-            error = LoadFailed(Internal("internal", why), in_doubt)
+            error = LoadFailed(Internal("internal", why), origin.request_id, self._clients)
         else:
             results = [ended.result() for ended in receives]
             told = [result for result in results if isinstance(result, KvferryError)]
             if not told:
                 return next(result for result in results if isinstance(result, Received))
-            error = LoadFailed(told[0], in_doubt)
+            error = LoadFailed(told[0], origin.request_id, self._clients)
         raise error
 
     async def abort(self, request_id: str) -> None:
@@ -140,10 +137,9 @@ class Daemons:
 
         async def abort(client: EngineClient) -> None:
             with suppress(KvferryError):  # the client is closed: the engine stops
-                try:
+                with suppress(Unsettled):
                     await client.abort(request_id)
-                except Unsettled as error:
-                    await error.quiesced()
+                await client.quiesced(request_id)
 
         await _all(abort(client) for client in self._clients)
 
