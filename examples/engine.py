@@ -31,7 +31,7 @@ async def engine(
     socket: str, engine_id: str, block_size: int, axes: tuple[str, ...]
 ) -> AsyncIterator[tuple[EngineClient, Cache]]:
     """A session with the daemon, memory from it, and what lies where in that memory. It ends with the block."""
-    epoch = uuid.uuid4().hex  # of this start of the engine; the same on all of its ranks
+    epoch = uuid.uuid4().hex  # epoch of this start of the engine; the same on all of its ranks
     async with await EngineClient.connect(socket, engine_id=engine_id, epoch=epoch, timeout_s=120) as client:
         sizes = {"block": BLOCKS, "slot": block_size, "head": HEADS, "dim": DIM}
         shape = (LAYERS, 2, *(sizes[axis] for axis in axes))
@@ -52,7 +52,7 @@ async def engine(
 
 
 def computed() -> Cache:
-    """What the model would have computed: [layer, k or v, token, head, dim]."""
+    """The cache that the model would have computed: [layer, k or v, token, head, dim]."""
     return np.random.default_rng(7).random((LAYERS, 2, TOKENS, HEADS, DIM), np.float32)
 
 

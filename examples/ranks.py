@@ -36,7 +36,7 @@ class Rank:
     client: EngineClient
     cache: Cache
     heads: slice
-    """Those that it holds, of all heads of the model."""
+    """Heads that it holds, of all heads of the model."""
 
 
 @asynccontextmanager
@@ -80,7 +80,7 @@ async def rank_of(
 
 
 def computed() -> Cache:
-    """What the model would have computed: [layer, k or v, token, head, dim]."""
+    """The cache that the model would have computed: [layer, k or v, token, head, dim]."""
     return np.random.default_rng(7).random((LAYERS, 2, TOKENS, HEADS, DIM), np.float32)
 
 

@@ -55,7 +55,7 @@ class Command(google.protobuf.message.Message):
 
     @property
     def several(self) -> Global___Commands:
-        """What has come together: obeyed in this order, each answered by its own id. Only to a daemon that has said in
+        """Commands that come together: obeyed in this order, each answered by its own id. Only to a daemon that has said in
         `attached` that it takes it; at most 256, none of which is `several`.
         """
 
@@ -314,8 +314,8 @@ class CudaAllocation(google.protobuf.message.Message):
     allocation_nbytes: builtins.int
     device_uuid: builtins.str
     ticket: builtins.str
-    """Of a descriptor that goes over the handover socket as that of a HandedFile does: a keeper frees the memory when nobody
-    has the descriptor open any more. Empty for memory without a keeper, and never told to peers.
+    """The ticket of a descriptor that goes over the handover socket as that of a HandedFile does: a keeper frees the memory
+    when no process has the descriptor open any more. Empty for memory without a keeper, and never told to peers.
     """
     def __init__(
         self,
@@ -396,7 +396,7 @@ class Memory(google.protobuf.message.Message):
     region: builtins.int
     nbytes: builtins.int
     again: builtins.bool
-    """Of Adopt: a daemon that has gone had allocated it. It outlives the engine as that of this daemon does."""
+    """Adopt only: a daemon that has gone had allocated it. It outlives the engine as that of this daemon does."""
     @property
     def cuda(self) -> Global___CudaAllocation: ...
     @property
@@ -421,8 +421,8 @@ Global___Memory: typing_extensions.TypeAlias = Memory
 
 @typing.final
 class Handover(google.protobuf.message.Message):
-    """What is said on the handover socket: 4 bytes of length (big-endian), a Handover, and the descriptors with the first
-    byte; the answer is 4 bytes of length and a HandoverReply. One exchange for each connection. The first
+    """Messages on the handover socket: 4 bytes of length (big-endian), a Handover, and the descriptors with the first
+    byte; the answer is 4 bytes of length and a HandoverReply. Each connection has one exchange. The first
     process that connects for a session is the engine's: the daemon watches it, and takes the engine for dead when it has
     ended. A Handover of no files does only that, and is answered without a ticket.
     """

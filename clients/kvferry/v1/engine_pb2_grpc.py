@@ -70,7 +70,7 @@ class EngineServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """Opens the session: the first command is `attach`, the first event `attached`. What an engine does for every request
+        """Opens the session: the first command is `attach`, the first event `attached`. Work for every request
         goes over this stream, for a message on an open stream takes half the time of a call. The session ends with the
         stream, with the engine's process (see Handover), or with End. Only a process that is known to be dead, or an engine
         that leaves, has its leases kept; otherwise all are revoked, and the engine's memory waits for it to attach again

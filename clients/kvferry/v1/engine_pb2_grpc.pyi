@@ -181,7 +181,7 @@ class EngineStub(typing.Generic[_EngineAttachType, _EngineEndType, _EngineAlloca
     ], channel: grpc.aio.Channel) -> None: ...
 
     Attach: _EngineAttachType
-    """Opens the session: the first command is `attach`, the first event `attached`. What an engine does for every request
+    """Opens the session: the first command is `attach`, the first event `attached`. Work for every request
     goes over this stream, for a message on an open stream takes half the time of a call. The session ends with the
     stream, with the engine's process (see Handover), or with End. Only a process that is known to be dead, or an engine
     that leaves, has its leases kept; otherwise all are revoked, and the engine's memory waits for it to attach again
@@ -239,7 +239,7 @@ class EngineServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[kvferry.v1.engine_pb2.Command],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.engine_pb2.Event], collections.abc.AsyncIterator[kvferry.v1.engine_pb2.Event]]:
-        """Opens the session: the first command is `attach`, the first event `attached`. What an engine does for every request
+        """Opens the session: the first command is `attach`, the first event `attached`. Work for every request
         goes over this stream, for a message on an open stream takes half the time of a call. The session ends with the
         stream, with the engine's process (see Handover), or with End. Only a process that is known to be dead, or an engine
         that leaves, has its leases kept; otherwise all are revoked, and the engine's memory waits for it to attach again

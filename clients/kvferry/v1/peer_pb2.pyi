@@ -393,7 +393,7 @@ Global___Reader: typing_extensions.TypeAlias = Reader
 
 @typing.final
 class Trace(google.protobuf.message.Message):
-    """By which the lines and spans of a request are found on both sides: as its router gave them, or empty."""
+    """The names by which lines and spans of a request are found on both sides: as its router gave them, or empty."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -433,7 +433,7 @@ class ReadRequest(google.protobuf.message.Message):
     def pack(self) -> Global___Pack: ...
     @property
     def several(self) -> Global___ReadRequests:
-        """What has come together, in order. Only to a source that has said in its handshake that it takes it; at most 256,
+        """Requests that come together, in order. Only to a source that has said in its handshake that it takes it; at most 256,
         none of which is `opening` or `several`.
         """
 
@@ -1035,7 +1035,7 @@ Global___SumReply: typing_extensions.TypeAlias = SumReply
 
 @typing.final
 class Attempt(google.protobuf.message.Message):
-    """One attempt at a request, the same on all ranks of the engine that reads. Attempts with the same `by` are ordered."""
+    """An attempt at a request, the same on all ranks of the engine that reads. Attempts with the same `by` are ordered."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

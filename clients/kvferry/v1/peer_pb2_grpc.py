@@ -100,7 +100,7 @@ class PeerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Handshake(self, request, context):
-        """What a reader needs of one rank: manifest, NIXL metadata, and where the other ranks are.
+        """Tells a reader what it needs of one rank: manifest, NIXL metadata, and where the other ranks are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,8 +129,8 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request_iterator, context):
-        """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. One stream for each
-        pair of ranks, kept open: it is the reader's liveness. A lease is opened with one message each way. A source with few
+        """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. Each pair of
+        ranks has one stream, kept open: it is the reader's liveness. A lease is opened with one message each way. A source with few
         readers announces its leases when they are published, so that a reader need not wait for the answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

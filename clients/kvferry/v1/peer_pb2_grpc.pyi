@@ -323,7 +323,7 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
     ], channel: grpc.aio.Channel) -> None: ...
 
     Handshake: _PeerHandshakeType
-    """What a reader needs of one rank: manifest, NIXL metadata, and where the other ranks are."""
+    """Tells a reader what it needs of one rank: manifest, NIXL metadata, and where the other ranks are."""
 
     Join: _PeerJoinType
     """Ranks of one engine find each other at a seed. The stream is the member's liveness."""
@@ -337,8 +337,8 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
     """
 
     Read: _PeerReadType
-    """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. One stream for each
-    pair of ranks, kept open: it is the reader's liveness. A lease is opened with one message each way. A source with few
+    """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. Each pair of
+    ranks has one stream, kept open: it is the reader's liveness. A lease is opened with one message each way. A source with few
     readers announces its leases when they are published, so that a reader need not wait for the answer.
     """
 
@@ -425,7 +425,7 @@ class PeerServicer(metaclass=abc.ABCMeta):
         request: kvferry.v1.peer_pb2.HandshakeRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.peer_pb2.HandshakeReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.HandshakeReply]]:
-        """What a reader needs of one rank: manifest, NIXL metadata, and where the other ranks are."""
+        """Tells a reader what it needs of one rank: manifest, NIXL metadata, and where the other ranks are."""
 
     @abc.abstractmethod
     def Join(
@@ -459,8 +459,8 @@ class PeerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[kvferry.v1.peer_pb2.ReadRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvferry.v1.peer_pb2.ReadReply], collections.abc.AsyncIterator[kvferry.v1.peer_pb2.ReadReply]]:
-        """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. One stream for each
-        pair of ranks, kept open: it is the reader's liveness. A lease is opened with one message each way. A source with few
+        """Opens and closes leases for one rank that reads, and packs what they hold for staged transfers. Each pair of
+        ranks has one stream, kept open: it is the reader's liveness. A lease is opened with one message each way. A source with few
         readers announces its leases when they are published, so that a reader need not wait for the answer.
         """
 
