@@ -1,4 +1,4 @@
-"""What the tests of several folders share."""
+"""Fixtures that several folders share."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ demo_fleet.PORTS = demo_fleet.PORTS[WORKER::WORKERS]
 
 
 FOLDERS = ("soak", "faults", "e2e", "integration", "fuzz", "deploy")
-"""Those whose modules take the longest come first, so that no process is left alone with one at the end."""
+"""Folders whose modules take the longest come first, so that no process is left alone with one at the end."""
 SHARED = {"pair", "victim", "near", "far"}
 """Daemons of tests/integration: one process starts them, and has all modules that use them."""
 
 FUZZ_SEED = os.environ.setdefault("FUZZ_SEED", str(random.randrange(1 << 32)))
-"""What tests/fuzz makes its cases from. In the environment, so that workers have the same."""
+"""The seed of the cases of tests/fuzz. In the environment, so that workers have the same."""
 
 
 STEPWISE_SEED = os.environ.setdefault("STEPWISE_SEED", str(random.randrange(1 << 48)))
-"""What runs of daemons in a world without time are drawn from (tests/unit/stepwise.py)."""
+"""The seed of runs of daemons in a world without time (tests/unit/stepwise.py)."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -49,9 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups = {item.path: item.nodeid.partition("::")[0] for item in items}
     sharing = {item.path for item in items if SHARED & {*getattr(item, "fixturenames", ())}}
     groups |= {path: "shared" for path in sharing if path.parent.name == "integration"}
-    groups |= {
-        path: "gpu" for path in groups if path.parent.name == "gpu"
-    }  # one at a time: they measure free GPU memory
+    groups |= {path: "gpu" for path in groups if path.parent.name == "gpu"}  # serially: they measure free GPU memory
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(groups[item.path]))

@@ -109,7 +109,7 @@ def _fields(model: type[BaseModel]) -> Iterator[str]:
 
 
 def _type(told: str) -> str:
-    if told.startswith("Annotated["):  # what is checked beside it is in the model's own words
+    if told.startswith("Annotated["):  # the model's own words say what is checked beside it
         told = re.match(r"Annotated\[([^\[,]+(\[[^\]]*\])?)", told)[1]  # type: ignore[index]
     return f"`{told}`".replace("|", chr(92) + "|")
 

@@ -126,7 +126,7 @@ class Site(ast.NodeVisitor):
                     self.found += [(code, kind, said, remedy) for remedy in self._texts(given.get("remedy")) or [""]]
 
     def _texts(self, node: ast.expr | None) -> list[str]:
-        """What it may read, with an ellipsis for what is known only then."""
+        """The texts that it may be, with an ellipsis for what is known only then."""
         match node:
             case ast.Constant(value=str(text)):
                 return [text]
@@ -148,7 +148,8 @@ class Site(ast.NodeVisitor):
 
 
 def _assigned(scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[ast.expr]]:
-    """What is assigned to each name in a module, outside of its functions, or in a function; in the order of lines."""
+    """The values assigned to each name in a module, outside of its functions, or in a function; in the order of
+    lines."""
     values: dict[str, list[ast.expr]] = defaultdict(list)
     nodes = scope.body if isinstance(scope, ast.Module) else list(ast.walk(scope))
     for node in nodes:
@@ -173,7 +174,7 @@ def _kind_made_by(function: ast.FunctionDef) -> errors.Kind | None:
 
 
 def made_errors() -> dict[tuple[str, errors.Kind], list[tuple[str, str]]]:
-    """By code and kind: messages with their remedies."""
+    """Keyed by code and kind: messages with their remedies."""
     found: dict[tuple[str, errors.Kind], list[tuple[str, str]]] = defaultdict(list)
     for folder in ("clients", "daemon"):
         for path in sorted((ROOT / folder).rglob("*.py")):

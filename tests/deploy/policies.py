@@ -1,4 +1,5 @@
-"""What a deployment must keep. Each policy yields what is wrong, and names the ways in which its points can be lost."""
+"""Policies that a deployment must keep. Each policy yields what is wrong, and names the ways in which its points can be
+lost."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ class Policies(list[Policy]):
         return add
 
     def faults(self, cluster: Cluster) -> list[str]:
-        """Of two engines, whose resources every version of Kubernetes takes."""
+        """Faults of two engines, whose resources every version of Kubernetes takes."""
         assert len(cluster.engines) == 2
         for resource in cluster.resources:
             check(resource, [*VERSIONS, *BEFORE_DRA])
@@ -202,7 +203,7 @@ def engine_and_daemon_meet_at_the_socket(cluster: Cluster) -> Iterator[str]:
 
 
 def _meet(engine: Engine, socket_of: Callable[[int], str]) -> Iterator[str]:
-    """What keeps ranks and their daemons apart, if rank N asks at `socket_of(N)`."""
+    """Faults that keep ranks and their daemons apart, if rank N asks at `socket_of(N)`."""
     for local_rank, daemon in enumerate(engine.daemons):
         socket = variable(daemon, "KVFERRY_ENGINE_SOCKET")
         try:
@@ -816,7 +817,7 @@ def only_the_engine_names_blocks(cluster: Cluster) -> Iterator[str]:
     ),
 )
 def daemons_without_certificates_share_a_secret(cluster: Cluster) -> Iterator[str]:
-    """A daemon listens on no address of a pod's network without a proof of who calls. One secret for all."""
+    """A daemon listens on no address of a pod's network without a proof of who calls. All share one secret."""
     secrets = set()
     for engine, daemon in daemons(cluster):
         file = variable(daemon, "KVFERRY_PEER_SECRET_FILE")
@@ -970,7 +971,7 @@ def on_metrics(change: Callable[[Resource], object]) -> Loss:
     ],
 )
 def a_service_shows_prometheus_every_daemon_and_engine(cluster: Cluster) -> Iterator[str]:
-    """By an endpoint for each pod: behind one address a scrape would be of any of them. No operator is needed."""
+    """There is an endpoint for each pod: behind one address a scrape would be of any of them. No operator is needed."""
     service = _metrics(cluster)
     if service is None:
         yield "there is no Service of metrics"

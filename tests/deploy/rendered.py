@@ -26,7 +26,7 @@ Resource = dict[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to deploy. has: what it has beside a prefill and a decode engine, one rank each.
+    """A thing to deploy. has: what it has beside a prefill and a decode engine, one rank each.
 
     overlay: empty where only the chart makes it.
     """
@@ -63,7 +63,7 @@ SCHEDULED = {
     ]}},
     "priorityClassName": "serving",
 }  # fmt: skip
-"""What a cluster may ask of pods: of the engines' in the variants `placed`, and of the proxy's."""
+"""Settings that a cluster may ask of pods: of the engines' in the variants `placed`, and of the proxy's."""
 PLACED = {
     "pods": {"engine": SCHEDULED, "proxy": SCHEDULED},
     "imagePullSecrets": [{"name": "registry"}],
@@ -119,7 +119,7 @@ def helm(values: Mapping[str, Any]) -> list[Resource]:
 
 @functools.cache
 def _helm(values: str) -> str:
-    """By the helm command where there is one, else by Helm's own engine in the package helm-python-sdk."""
+    """Run the helm command if there is one, else Helm's own engine in the package helm-python-sdk."""
     if shutil.which("helm"):
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write(values)
@@ -137,7 +137,7 @@ def _helm(values: str) -> str:
 
 @dataclass
 class Cluster:
-    """What would be applied."""
+    """The manifests that would be applied."""
 
     resources: list[Resource]
 

@@ -1,4 +1,4 @@
-"""What only the chart can do: numbers that the overlays have fixed, and words for values that make no sense."""
+"""Tests of the chart alone: numbers that the overlays have fixed, and words for values that make no sense."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def expressions() -> list[str]:
-    """Of every panel and rule."""
+    """The expressions of every panel and rule."""
     panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     return [*panels, *(rule["expr"] for rule in RULES)]
 

@@ -34,7 +34,7 @@ def on_container(change: Callable[[Resource], object]) -> Loss:
 
 
 def planned(engine: Engine) -> Plan:
-    """What the container's command would start. Raises KvferryError."""
+    """The processes that the container's command would start. Raises KvferryError."""
     container = engine.engine
     environment = {one["name"]: variable(container, one["name"]) for one in container["env"]}
     environment = {name: value.replace("<status.podIP>", "10.0.0.7") for name, value in environment.items()}

@@ -1,4 +1,4 @@
-"""What is rendered is what Kubernetes takes, by the schemas of its versions; unknown fields are faults."""
+"""Rendered manifests are what Kubernetes takes, by the schemas of its versions; unknown fields are faults."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CUSTOM = {
         issuerRef=closed("kind name", kind={"enum": ["Issuer"]}, name=NAME),
     ),
 }  # fmt: skip
-"""Of resources that others define, the fields that are used here, written from their reference."""
+"""For resources that others define, the fields that are used here, written from their reference."""
 
 
 def rendered(renderer: str, variant: Variant) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ class Launched:
             time.sleep(0.02)
 
     def leaves_nothing(self) -> None:
-        """No process, no socket, no port, no shared memory. That of daemons has no name: it is gone with them."""
+        """No process, no socket, no port, no shared memory. The daemons' memory has no name: it is gone with them."""
         self.eventually(lambda: not any(map(_lives, self.seen)), "all its processes have ended")
         self.fleet.services.remove(self.service)
         assert not (memory := [path for path in self.shared if path.exists()]), memory
@@ -127,7 +127,7 @@ def hosted(fleet: Fleet, folder: Path, count: int, *flags: str) -> Launched:
 
 
 def refused(command: Sequence[str], of: str = "run") -> str:
-    """What a command says that does not start."""
+    """The words of a command that does not start."""
     done = subprocess.run(_kvferry([of, *command]), capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 2, done
     return done.stderr

@@ -1,4 +1,4 @@
-"""What the tests of the proxy and of the engines behind it share: no test may end any of it."""
+"""The stage that tests of the proxy and of the engines behind it share: no test may end any of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferryd.demo.fleet import DaemonService, Fleet, Service
 LEASE_TTL_S = 600
 """Long beside every wait of a test: what is freed sooner was freed by an abort."""
 START_S = 240
-"""Of all together, on a machine with other work."""
+"""Seconds until all are up, on a machine with other work."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Stage:
     """Without a prefix cache, so that the same blocks are used again. It computes what it cannot load."""
     alone: Service
     proxies: dict[str, Service]
-    """By who orders; their decode engine is `decode`."""
+    """Proxies by who orders; their decode engine is `decode`."""
     bare_proxies: dict[str, Service]
 
 

@@ -64,7 +64,7 @@ def test_ranks_of_an_engine_find_each_other_and_hand_over(fleet: Fleet) -> None:
     asyncio.run(fleet.ready(proxy, timeout_s=START_S))
 
     def done() -> list[str]:
-        """What became of the transfers, now that one more request has been computed."""
+        """Ends of the transfers, now that one more request has been computed."""
         body = {"prompt": [*range(3, 60)], "max_tokens": 8, "return_token_ids": True, "ignore_eos": True}
         moved, alone = (
             httpx.post(f"{each.url}/v1/completions", json=body, trust_env=False, timeout=60).json()
@@ -90,7 +90,7 @@ def test_ranks_of_an_engine_find_each_other_and_hand_over(fleet: Fleet) -> None:
         service.process.terminate()
         service.process.wait(60)
         fleet.services.remove(service)
-    host.service.process.send_signal(signal.SIGHUP)  # of a closed terminal
+    host.service.process.send_signal(signal.SIGHUP)  # as of a closed terminal
     assert host.wait() == 0
     leaves_nothing(host)
 

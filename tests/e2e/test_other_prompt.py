@@ -90,7 +90,7 @@ def test_an_engine_that_computes_what_it_cannot_load_computes_its_own_prompt(sta
 
 
 def test_a_second_turn_of_another_conversation_is_refused(stage: Stage) -> None:
-    """What decode has generated is bound, too."""
+    """Tokens that decode has generated are bound, too."""
     tokens = prompt(9)
     asked = {"do_remote_decode": True} | prefilled(stage, tokens) | {"do_remote_decode": True}
     answer = ask(stage.decode, tokens, max_tokens=10, kv_transfer_params=asked)

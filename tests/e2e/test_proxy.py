@@ -253,7 +253,7 @@ def test_a_header_names_the_prefill_and_strangers_are_forbidden(prefill: Foreign
         assert len(prefill.seen) + len(other.seen) == 4
 
 
-# what comes in is checked
+# incoming requests are checked
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def leases(daemon: DaemonService) -> list[LeaseRecord]:
 
 
 def transfers(daemon: DaemonService, request_id: str) -> list[TransferRecord]:
-    """Of what a client called so: the proxy adds to it."""
+    """Transfers of what a client called so: the proxy adds to it."""
 
     async def ask() -> list[TransferRecord]:
         async with RouterClient(daemon.url) as client:
@@ -68,7 +68,7 @@ def eventually(true: Callable[[], bool], within_s: float = 60.0) -> bool:
 
 
 def aborts(stage: Stage, order: str, request_id: str) -> list[str]:
-    """What the proxy's log says of the aborts of a request."""
+    """Lines of the proxy's log on the aborts of a request."""
     lines = stage.proxies[order].tail(lines=100).splitlines()
     return [line for line in lines if f"request {request_id}-" in line and ": aborted at" in line]
 
@@ -100,7 +100,7 @@ def test_a_refusal_of_decode_frees_prefill_at_once(order: str, stage: Stage) -> 
     request_id = f"refused-{order}"
     answer = complete(stage.proxies[order].url, request_id, max_tokens=450)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "prompt_too_long")
-    assert eventually(lambda: len(aborts(stage, order, request_id)) == 3)  # one per daemon
+    assert eventually(lambda: len(aborts(stage, order, request_id)) == 3)  # a line per daemon
     assert sum("leases=1" in line for line in aborts(stage, order, request_id)) == 1
     assert not held(stage, request_id)
     assert all(record.state.ended for record in transfers(stage.decode_daemons[0], request_id))

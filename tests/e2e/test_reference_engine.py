@@ -130,7 +130,7 @@ class Pair:
     decode_daemons: list[DaemonService]
 
     def turn(self, tokens: Tokens, max_tokens: int, request_id: str, **params: object) -> tuple[dict, dict]:
-        """What a router does: (prefill's answer, decode's answer)."""
+        """Do as a router does: (prefill's answer, decode's answer)."""
         headers = {"X-Request-Id": request_id}
         body = {"prompt": tokens, "return_token_ids": True}
         asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None} | params

@@ -57,7 +57,7 @@ def test_two_engines_of_one_command_each_hand_over_and_end_with_it(fleet: Fleet)
     assert moved["choices"] == alone["choices"]
     listed = httpx.get(f"http://{HOST}:{decode.rest}/v1/transfers", trust_env=False).json()["transfers"]
     assert [each["state"] for each in listed] == ["done"]
-    for run, number in ((prefill, signal.SIGTERM), (decode, signal.SIGHUP)):  # of a closed terminal
+    for run, number in ((prefill, signal.SIGTERM), (decode, signal.SIGHUP)):  # as of a closed terminal
         run.look()
         run.service.process.send_signal(number)
     for run in (prefill, decode):

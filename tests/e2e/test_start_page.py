@@ -31,7 +31,7 @@ def steps(page: Path) -> list[tuple[str, str | None]]:
 
 
 def pattern(said: str) -> str:
-    """What the page says, with `...` for what differs from run to run."""
+    """The page's words, with `...` for what differs from run to run."""
     return ".*?".join(r"\s+".join(map(re.escape, part.split())) for part in said.split("..."))
 
 

@@ -20,7 +20,7 @@ from kvferryd.demo.fleet import DaemonService
 SIDES = ("p", "d")
 VOCABULARY = 576
 DEVICE = os.environ.get("ENGINES_DEVICE", "cpu")
-"""Of both daemons. `cuda:0`, with vLLM for CUDA in ENGINES_VENV: both engines share that GPU."""
+"""The device of both daemons. `cuda:0`, with vLLM for CUDA in ENGINES_VENV: both engines share that GPU."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Stages:
             self.prefill.write(model.name, folder)
         self.prefill.begin_load(folder, **dict(model.options) | dict(model.prefill))
         self.decode.begin_load(folder, **dict(model.options) | dict(model.decode))
-        problems = [engine.problem() for engine in (self.prefill, self.decode)]  # of both: each answers once
+        problems = [engine.problem() for engine in (self.prefill, self.decode)]  # both of them: each answers once
         for problem in filter(None, problems):
             raise problem
 
@@ -105,8 +105,8 @@ class Stages:
         return self.decode.generate(tokens, max_tokens, kv_transfer_params=params)[0]
 
     def split(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """What the prefill engine makes of it alone, the prompt's last token computed alone as decode does: sums of
-        bfloat16 differ with what is computed together. So nothing is taken from what it has cached of a handover."""
+        """The prefill engine's own answer, the prompt's last token computed alone as decode does: sums of bfloat16
+        differ with what is computed together. So nothing is taken from what it has cached of a handover."""
         last, *found = self.prefill.generate(tokens[:-1], max_tokens + 1, salt="split", first=tokens[-1])[0]
         assert last == tokens[-1]
         return found

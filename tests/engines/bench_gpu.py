@@ -53,7 +53,7 @@ AT_ONCE, AT_ONCE_LENGTH = 16, 2048
 SAME_TOKENS = 16
 """KV is compared in rows of so many tokens, whatever the block sizes."""
 LOAD_S, LOAD_LENGTH, LOAD_TOKENS = 8.0, 2048, 32
-"""Of each rate: how long requests come, their prompts and answers in tokens."""
+"""For each rate: how long requests come, their prompts and answers in tokens."""
 CONNECTORS = {
     "kvferry": {}, "kvferry-staged": {"flags": ("--way", "staged")}, "kvferry-known": {"known": True},
     "kvferry-adopted": {"options": {"memory": "adopted"}}, "kvferry-checked": {"flags": ("--checksum",)},
@@ -80,14 +80,14 @@ class GpuEngines(Engines):
 @dataclass
 class Load:
     first_ms: list[float]
-    """Of every request: from when it came to its first token."""
+    """For every request, from when it came to its first token."""
     answered: float
     """Requests a second, until the last had its last token."""
 
 
 @dataclass
 class Figures:
-    """Of one connector, in ms."""
+    """Figures of one connector, in ms."""
 
     first: float = math.nan
     """The first request between two engines that have never met."""
@@ -97,9 +97,9 @@ class Figures:
     at_once: list[float] = field(default_factory=list)
     """Until the last of the requests has its first token."""
     loads: dict[float, Load] = field(default_factory=dict)
-    """By requests a second."""
+    """Keyed by requests a second."""
     equal: tuple[int, int] = (0, 0)
-    """Of the KV that was compared: rows of SAME_TOKENS tokens that decode has bit for bit, and all of them."""
+    """The compared KV: rows of SAME_TOKENS tokens that decode has bit for bit, and all of them."""
 
 
 @dataclass(frozen=True)

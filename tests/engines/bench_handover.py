@@ -33,7 +33,7 @@ from kvferryd.demo.fleet import Fleet, ServiceError
 LENGTHS = (33, 250, 700, 1500)
 FLIGHTS = (1, 8)
 ROUNDS = {1: 16, 8: 3}
-"""By requests in flight: rounds of so many requests with each start."""
+"""Keyed by requests in flight: rounds of so many requests with each start."""
 CONNECTORS = ("kvferry", "NixlConnector")
 STARTS = (*CONNECTORS, *CONNECTORS[::-1])
 BUDGET_S = 900.0
@@ -64,11 +64,11 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Cell:
-    """One connector at one length and number in flight."""
+    """A connector at one length and number in flight."""
 
     handover_ms: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
-    """Of its engines and daemons, for all requests."""
+    """CPU of its engines and daemons, for all requests."""
 
     @property
     def p50(self) -> float:
@@ -104,7 +104,7 @@ def first_token_ms(
 
 
 def cpu_seconds(fleet: Fleet) -> float:
-    """Of all processes of the engines and daemons until now."""
+    """CPU of all processes of the engines and daemons until now."""
     groups = {service.process.pid for service in fleet.services}
     total = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -146,7 +146,7 @@ def cells(names: Iterable[str]) -> dict[str, dict[Row, Cell]]:
 
 
 def print_table(cells: Mapping[str, Mapping[Row, Cell]]) -> None:
-    """Of two connectors; ours is the first."""
+    """The table of two connectors; ours is the first."""
     print("handover in ms; CPU seconds per request of engines and daemons")
     head = " | ".join(f"{name} requests | p50 | p90 | max | CPU" for name in cells)
     print(f"| tokens | in flight | {head} | p50 ratio |")

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ["UCX_TLS"] = "tcp,self"  # of all of NIXL: here, and in the processes that are started
+os.environ["UCX_TLS"] = "tcp,self"  # for all of NIXL: here, and in the processes that are started
 
 import numpy as np
 

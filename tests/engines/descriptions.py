@@ -67,7 +67,7 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an engine. conv: the layout of convolutions (VLLM_SSM_CONV_STATE_LAYOUT)."""
+    """The shape of an engine. conv: the layout of convolutions (VLLM_SSM_CONV_STATE_LAYOUT)."""
 
     tp: int
     block: int = 16
@@ -89,7 +89,7 @@ class Rank:
 
     @property
     def slots(self) -> torch.Tensor:
-        """Of each token of the request: vLLM's slot mapping."""
+        """The slot of each token of the request: vLLM's slot mapping."""
         at = torch.arange(TOKENS)
         return torch.tensor(self.own)[at // self.spec.block_size] * self.spec.block_size + at % self.spec.block_size
 
@@ -162,7 +162,7 @@ def request(name: str, shape: Shape, blocks: Sequence[int]) -> list[Rank]:
 
 
 def outcome(name: str, source: Shape, reader: Shape) -> str:
-    """What becomes of the request between engines of these shapes, rank by rank of the reader."""
+    """The end of the request between engines of these shapes, rank by rank of the reader."""
     write = KINDS[name].write
     try:
         held, read = request(name, source, (7, 3, 4, 9, 1)), request(name, reader, (2, 8, 5, 6, 10))

@@ -36,7 +36,7 @@ START_S = 240.0
 ANSWER_S = 240.0
 SETTLE_S = 60.0
 TOLD_S = 360.0
-"""Of a script without an engine of its own."""
+"""Seconds of a script without an engine of its own."""
 MODEL = PRESETS["demo"]
 """Four layers, six KV heads. Its weights make the next token depend on the whole prompt: see SeededWeights."""
 LENGTHS = [
@@ -48,7 +48,7 @@ PREFILL_LEG = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
-"""What every router sends to a prefill engine."""
+"""Fields that every router sends to a prefill engine."""
 
 
 Row: TypeAlias = tuple[int, ...]
@@ -62,7 +62,7 @@ class Engines(Fleet):
         "--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "4096",
         "--max-num-batched-tokens", "512",
     )  # fmt: skip
-    """Of every engine."""
+    """Flags of every engine."""
     python_path: ClassVar[Sequence[str]] = (str(SITE),)
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Engines(Fleet):
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Service:
-        """One engine with a rank per daemon; without any it has vLLM's own NixlConnector and `ranks` of them.
+        """An engine with a rank per daemon; without any it has vLLM's own NixlConnector and `ranks` of them.
 
         stages: of a pipeline, among which the ranks are divided. options: kv_connector_extra_config. beside: other
         connectors, which vLLM's MultiConnector asks after ours.
@@ -187,7 +187,7 @@ class Pair:
         return params
 
     def alone(self, tokens: Sequence[int], **more: Any) -> list[int]:
-        """What the prefill engine makes of it without help."""
+        """The prefill engine's answer without help."""
         return tokens_of(complete(self.prefill, tokens, **more))
 
     def split(self, tokens: Sequence[int], *, max_tokens: int = 16) -> list[int]:
@@ -235,7 +235,7 @@ def at_rest(daemon: DaemonService) -> bool:
 
 
 def leases_at(daemon: DaemonService) -> list[LeaseRecord]:
-    """That have not ended."""
+    """Leases that have not ended."""
     body = httpx.get(f"{daemon.url}/v1/leases", trust_env=False).json()
     return [LeaseRecord.model_validate(one) for one in body["leases"]]
 
@@ -260,7 +260,7 @@ def kv_rows(engine: Service, tokens: int) -> set[Row]:
 
 
 def of_workers(engine: Service, method: str, *args: str) -> list[Any]:
-    """What each rank's worker answers, by a method of worker/kv_rows.py."""
+    """The answers of each rank's worker, by a method of worker/kv_rows.py."""
     body = {"method": method, "args": args}
     answer = httpx.post(f"{engine.url}/collective_rpc", json=body, trust_env=False, timeout=ANSWER_S)
     answer.raise_for_status()
@@ -365,7 +365,7 @@ def checkpoint(name: str, **changes: Any) -> Callable[[Path], None]:
 
 
 def told_by(script: str) -> Any:
-    """What a script of this folder has said in its last line, in JSON, run by the Python that vLLM is installed for."""
+    """The last line of a script of this folder, in JSON, run by the Python that vLLM is installed for."""
     if not PYTHON.exists():
         pytest.skip("there is no vLLM here: make engines-venv installs one")
     run = [PYTHON, Path(__file__).with_name(script)]

@@ -1,4 +1,4 @@
-"""What kernels of vLLM that need a GPU write, in torch."""
+"""Writes of vLLM's kernels that need a GPU, in torch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def pip(title: str, *arguments: str) -> None:
-    """One bounded step; its output is shown only when it fails."""
+    """A bounded step; its output is shown only when it fails."""
     print(f"engines: {title} ...", flush=True)
     began = time.monotonic()
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
@@ -38,7 +38,7 @@ def pip(title: str, *arguments: str) -> None:
 
 
 def requirements(package: str, not_needed: Collection[str]) -> list[str]:
-    """What an installed package asks for on this machine, without what is not needed here."""
+    """Requirements of an installed package on this machine, without what is not needed here."""
     from packaging.requirements import Requirement
 
     asked = [Requirement(text) for text in importlib.metadata.requires(package) or ()]

@@ -104,7 +104,7 @@ TIMED = ("TP4, NHD, 64 to TP8, HND, 16", "DCP2 to 1, by 1")
 
 
 def as_on_gpus() -> None:
-    """vLLM for a CPU makes layers as it does for GPUs. What is called of their kernels is here in torch."""
+    """vLLM for a CPU makes layers as it does for GPUs. The kernels that it calls are here in torch."""
     CPUMLABackend.supports_block_size = TritonMLABackend.supports_block_size
     _custom_ops.indexer_k_quant_and_cache = store_index
     of_a_cpu, reduces = CpuPlatform.get_attn_backend_cls, "vllm.model_executor.kernels.linear.cute_dsl.gemm_rs_ar"

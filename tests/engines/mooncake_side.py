@@ -1,4 +1,4 @@
-"""One side of Mooncake's TCP transfers, run by the Python that has Mooncake: it reads and answers lines of JSON.
+"""A side of Mooncake's TCP transfers, run by the Python that has Mooncake: it reads and answers lines of JSON.
 
     python mooncake_side.py POOL_NBYTES SEED
 
@@ -34,7 +34,7 @@ def main(nbytes: int, seed: int) -> None:
 
 
 def digest(pool: np.ndarray, addresses: list[int], nbytes: int) -> str:
-    """Of the runs at these addresses."""
+    """The digest of the runs at these addresses."""
     rows = pool.reshape(-1, nbytes)
     return hashlib.sha256(rows[(np.array(addresses) - pool.ctypes.data) // nbytes]).hexdigest()
 

@@ -32,7 +32,7 @@ def request(tokens: list[int] | None, **more: Any) -> Request:
 
 
 def prefilled(one: Request) -> dict[str, Any]:
-    """By an engine whose model has a state."""
+    """Prefilled by an engine whose model has a state."""
     side = Scheduler(HYBRID).side
     side.reached_at({(0, 0): Address("127.0.0.1:9")})
     whole = digest_of(one, COUNT - 1).hex()

@@ -48,7 +48,7 @@ def main() -> None:
     session, told = Session(client, Options()), {}
 
     def late() -> None:
-        """What is called next comes to the client's event loop in one turn."""
+        """The next calls come to the client's event loop in one turn."""
         client._loop.call_soon_threadsafe(time.sleep, 0.05)
 
     for name in ("at once", "in two parts"):

@@ -41,9 +41,9 @@ from engines import (
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 KINDS = list(itertools.product(("completions", "chat/completions"), (False, True)))
-"""Of requests: the path, and whether the answer is a stream."""
+"""Kinds of requests: the path, and whether the answer is a stream."""
 TOKENS = 8
-"""Of an answer, where no other number is asked for."""
+"""Tokens of an answer, where no other number is asked for."""
 LEASE_TTL_S = 60
 
 
@@ -89,7 +89,7 @@ def smg(engines: Pair) -> Service:
 
 
 def toy_proxy(engines: Pair) -> Service:
-    """That of vLLM's repository, as Mooncake's package has it."""
+    """The toy proxy of vLLM's repository, as Mooncake's package has it."""
     sides = (("prefiller", engines.prefill), ("decoder", engines.decode))
     ports = [part for name, engine in sides for part in (f"--{name}-port", str(urlsplit(engine.url).port))]
     hosts = ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1"]
@@ -153,7 +153,8 @@ def asked(
 
 @dataclass(frozen=True)
 class Told:
-    """What a client heard. tokens: of each answer, as far as they came. error: how it ended; empty of a whole one."""
+    """The part that a client heard. tokens: of each answer, as far as they came. error: how it ended; empty of a whole
+    one."""
 
     tokens: list[list[int]]
     error: str = ""
@@ -256,7 +257,7 @@ def test_an_engine_that_dies_behind_all_routers(engines: Pair, routers: dict[str
     sent = [(name, prompt(length, seed(name) + number + i), kind) for i, kind in enumerate(KINDS) for name in routers]
     with ThreadPoolExecutor(len(sent)) as pool:
         under_way = [pool.submit(told, routers[name], tokens, *kind, **more) for name, tokens, kind in sent]
-        if side == "prefill":  # one has been handed over, and the others are being prefilled
+        if side == "prefill":  # a request has been handed over, and the others are being prefilled
             assert eventually(lambda: "done" in {one.state for one in engines.transfers()[before:]})
         else:
             assert eventually(lambda: metric(victim, "num_requests_running") > len(sent) / 2)

@@ -20,7 +20,7 @@ RANK, NAME = 8, "tuned"
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
-    """Of the keys of every layer: strong enough to change most answers."""
+    """An adapter of the keys of every layer: strong enough to change most answers."""
     chance, size, keys = np.random.default_rng(seed), MODEL.hidden_size, MODEL.num_kv_heads * MODEL.head_dim
     folder.mkdir(exist_ok=True)
     weights = {}

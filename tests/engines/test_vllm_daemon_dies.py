@@ -28,7 +28,7 @@ TOKENS = 4
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the keepers find the daemon's code: a link to that of the commit before."""
+    """The place at which keepers find the daemon's code: a link to that of the commit before."""
     folder = tmp_path_factory.mktemp("code")
     (folder / "code").symlink_to(before_this(folder / "before"))
     return folder / "code"

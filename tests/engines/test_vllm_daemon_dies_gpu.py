@@ -2,7 +2,7 @@
 
 `ENGINES_VENV=... pytest -s -m gpu tests/engines/test_vllm_daemon_dies_gpu.py`, with vLLM for CUDA there; on one GPU
 both engines share it. With two, engines of two ranks too, each GPU with a rank of either, and one rank's daemon dies at
-a time. What decode has is compared with what prefill computed, bit for bit, whenever half of a cache is used.
+a time. The KV that decode has is compared with what prefill computed, bit for bit, whenever half of a cache is used.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_daemons_are_killed_under_load() -> None:
 
 @pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs: NCCL takes one rank of an engine on each")
 def test_the_daemon_of_one_rank_is_killed_under_load() -> None:
-    """Of two engines of two ranks each, the ranks of decode on the other GPU than those of prefill that they read."""
+    """Two engines of two ranks each: decode's ranks are on the other GPU than those of prefill that they read."""
     first, second = GPUS[0].index, GPUS[1].index
     with started(prefill=[first, second], decode=[second, first]) as engines:
         before = [engine.process.pid for engine in (engines.prefill, engines.decode)]
@@ -152,7 +152,7 @@ def test_the_daemon_of_one_rank_is_killed_under_load() -> None:
                 gone, began = kill(daemon, signal.SIGKILL), time.monotonic()
                 replaced(daemon, gone)
                 replaced_s = time.monotonic() - began
-                requests.more(2 * WORKERS)  # one at least was begun after the death
+                requests.more(2 * WORKERS)  # at least one was begun after the death
                 again_s = time.monotonic() - began
                 requests.more(20)
             print(

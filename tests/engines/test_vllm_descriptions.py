@@ -1,4 +1,5 @@
-"""What the plug-in says of vLLM's layers, by kind: any two shapes exchange them exactly, or are refused by name."""
+"""The plug-in's descriptions of vLLM's layers, by kind: any two shapes exchange them exactly, or are refused by
+name."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_prefill_in_chunks_that_is_published_chunk_by_chunk(engines: Pair) -> 
 
 
 def test_the_second_turn_flows_back(engines: Pair) -> None:
-    """What decode has generated, prefill reads, before it prefills what the user said next."""
+    """Prefill reads what decode has generated, before it prefills what the user said next."""
     first = prompt(150, seed=1)
     answer = complete(engines.decode, first, max_tokens=40, kv_transfer_params=engines.prefilled(first))
     back = answer.json()["kv_transfer_params"]
@@ -92,7 +92,7 @@ def test_the_kv_of_another_prompt_is_not_used_but_computed(engines: Pair) -> Non
 
 
 def test_a_second_turn_of_another_conversation_is_computed(engines: Pair) -> None:
-    """What was generated is bound to the KV as the prompt is."""
+    """Generated tokens are bound to the KV as the prompt is."""
     first = prompt(150, seed=17)
     answer = complete(engines.decode, first, max_tokens=40, kv_transfer_params=engines.prefilled(first))
     back, said = answer.json()["kv_transfer_params"], tokens_of(answer)

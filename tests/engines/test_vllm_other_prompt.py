@@ -112,7 +112,7 @@ def test_a_request_id_may_come_with_other_prompts_at_once(engines: Pair, proxy: 
 
 
 def test_what_changes_the_kv_changes_the_digest(tmp_path: Path) -> None:
-    """Of vLLM's own requests: images, adapters, embeddings; what changes no KV does not."""
+    """vLLM's own requests have images, adapters, embeddings; a change of no KV changes no digest."""
     script = Path(__file__).with_name("request_digests.py")
     done = subprocess.run([PYTHON, script, tmp_path], timeout=START_S, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -90,7 +90,7 @@ def test_several_answers_to_one_prompt_are_those_of_one_engine(engines: Pair, le
     tokens = prompt(length, seed=10)
     before = len(engines.transfers())
     prefilled = complete(engines.prefill, tokens, max_tokens=1, kv_transfer_params=PREFILL_LEG, **SEVERAL)
-    assert eventually(lambda: len(engines.leases()) == 1), engines.leases()  # of three that were published one is told
+    assert eventually(lambda: len(engines.leases()) == 1), engines.leases()  # three were published, and one is told
     params = prefilled.json()["kv_transfer_params"]
     moved = complete(engines.decode, tokens, kv_transfer_params=params, **SEVERAL)
     assert choices_of(moved) == choices_of(complete(engines.prefill, tokens, **SEVERAL))

@@ -34,7 +34,7 @@ def engines() -> Iterator[Pair]:
 
 
 def pushed_out(engine: Service, seed: int) -> None:
-    """What was asked before leaves the cache."""
+    """Earlier prompts leave the cache."""
     for i in range(3):
         complete(engine, prompt(900, seed=seed + i))
 
@@ -50,7 +50,7 @@ def test_what_the_other_connector_may_have_kept_is_read_all_the_same(engines: Pa
 
 
 def test_what_the_other_connector_has_kept_is_loaded_again(engines: Pair) -> None:
-    """Of KV that was read from the other engine, and left the cache since: asked for without kv_transfer_params."""
+    """KV was read from the other engine, has left the cache since, and is asked for without kv_transfer_params."""
     tokens = prompt(320, seed=90)
     alone = engines.handover(tokens)
     pushed_out(engines.decode, seed=91)

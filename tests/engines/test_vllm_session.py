@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[dict[str, Any]]:
-    """By session_order.py; with `leases`, the blocks of those that are left at the end."""
+    """Words of session_order.py; with `leases`, the blocks of those that are left at the end."""
     if not PYTHON.exists():
         pytest.skip("there is no vLLM here: make engines-venv installs one")
     with lone_daemon() as daemon:
@@ -48,7 +48,7 @@ def test_a_last_publish_that_is_refused_ends_what_was_published_before_it(told: 
 
 @pytest.fixture(scope="module")
 def odd() -> dict[str, Any]:
-    """By odd_requests.py, which stops where the scheduler's side raises."""
+    """Words of odd_requests.py, which stops where the scheduler's side raises."""
     if not PYTHON.exists():
         pytest.skip("there is no vLLM here: make engines-venv installs one")
     script = Path(__file__).with_name("odd_requests.py")

@@ -11,7 +11,7 @@ from engines import LENGTHS, MODEL, Pair, Several, cache_usage, eventually, hand
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960, vocab_size=576)
-"""By 2 and by 3, as vLLM wants every dimension that it splits."""
+"""A model that 2 and 3 divide, as vLLM wants of every dimension that it splits."""
 SLIDING = dataclasses.replace(DIVISIBLE, window=100, sliding=(True, False, True, False))
 SIDES = {
     "TP1-32": {"block_size": 32},
@@ -19,7 +19,7 @@ SIDES = {
     "TP2-64": {"block_size": 64, "ranks": 2},
     "TP3-32": {"block_size": 32, "ranks": 3},
 }
-"""By TP and block size."""
+"""Keyed by TP and block size."""
 SHAPES = [("TP1-32", "TP1-96"), ("TP1-96", "TP1-32"), ("TP2-64", "TP1-32"), ("TP1-32", "TP2-64"), ("TP2-64", "TP3-32")]
 WINDOWED = {"TP1-32": {"block_size": 32}, "TP2-64": {"block_size": 64, "ranks": 2}}
 PIPELINED = {"TP1-32": {"block_size": 32}, "PP2-64": {"block_size": 64, "ranks": 2, "stages": 2}}

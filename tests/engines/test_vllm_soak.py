@@ -82,7 +82,7 @@ class Soak:
         return tokens, self.rng.randrange(1, TOKENS + 1)
 
     def one(self, tokens: Sequence[int], count: int, leaves: bool) -> list[int] | None:
-        """What was decoded; None of a client that left. Raises where an engine did not answer."""
+        """The decoded tokens; None for a client that left. Raises where an engine did not answer."""
         body = {
             "model": "m", "prompt": list(tokens), "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "detokenize": False, "return_token_ids": True, "kv_transfer_params": self.engines.prefilled(tokens),

@@ -20,11 +20,11 @@ from kvferry.reference.model import write_checkpoint
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 PREFIX = prompt(160, seed=77)
-"""What all prompts begin with: five blocks, which the prefix caches keep."""
+"""The beginning of all prompts: five blocks, which the prefix caches keep."""
 DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960, vocab_size=576)
-"""By 2, as vLLM wants every dimension that it splits."""
+"""A model that 2 divides, as vLLM wants of every dimension that it splits."""
 RANKS = [(1, 1), *(pytest.param(ranks, marks=pytest.mark.long) for ranks in ((2, 1), (1, 2)))]
-"""Of tensor parallelism, of prefill and of decode."""
+"""Ranks of tensor parallelism, of prefill and of decode."""
 AT_ONCE, BEFORE, AFTER = 3, 6, 9
 """Clients, and how many answers they get before and after a change."""
 
@@ -146,7 +146,7 @@ def test_weights_replaced_under_load_on_one_side_and_then_on_the_other(both: Bot
     is_handed_over(both)
     with load(both) as asked:
         reload(prefill, both.b)
-        asked.come(AFTER)  # what the prefix cache still has of the old ones is not published
+        asked.come(AFTER)  # KV of the old ones in the prefix cache is not published
         reset(prefill)
     of_one_model(asked)
     assert {moved.error.code for moved in both.pair.transfers() if moved.error} <= {

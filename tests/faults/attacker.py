@@ -41,7 +41,7 @@ def described(blob: bytes) -> list[tuple[int, int, int]]:
 
 
 def forged(blob: bytes, wanted: list[tuple[int, int]]) -> bytes:
-    """One of the keys now seems to be that of the first range wanted. NIXL wants its list in order."""
+    """A key now seems to be that of the first range wanted. NIXL wants its list in order."""
     below = [place for place, address, _ in described(blob) if address <= wanted[0][0]]
     changed = bytearray(blob)
     struct.pack_into("<QQ", changed, max(below, default=described(blob)[0][0]), *wanted[0])

@@ -1,4 +1,4 @@
-"""What can happen to a request under way, by name. A blow lasts until `mending` ends, unless it is over at once."""
+"""Blows to a request under way, by name. A blow lasts until `mending` ends, unless it is over at once."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def abort(scene: Scene, request: Request, victim: str, mending: AsyncExitS
 
 
 async def cancel(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
-    """By the engine that receives."""
+    """The receiving engine cancels."""
     await asyncio.gather(*(rank.cancel(request.request_id) for rank in request.readers))
 
 

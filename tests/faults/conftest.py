@@ -1,4 +1,4 @@
-"""What the tests of faults share. Each module is named after what must hold, and starts daemons of its own.
+"""Helpers that the tests of faults share. Each module is named after what must hold, and starts daemons of its own.
 
 A test may say what it has seen, `record_property("seen", [scenario, end, seconds to notice, seconds to recover])`: the
 table is printed at the end.
@@ -42,7 +42,7 @@ def far() -> Iterator[Host]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What failed is told with the end of its daemons' logs, and with what went wrong in them before: files go."""
+    """A failed test shows the end of its daemons' logs, and what went wrong in them before: files go."""
     report = yield
     if report.failed and isinstance(item, pytest.Function):
         found = [item.funcargs.get(name) for name in ("daemons", "own_fleet")]

@@ -161,7 +161,7 @@ def _start(daemons: Daemons, name: str, address: str, far: Host, *flags: str) ->
     if not secret.exists():
         secret.write_text(secrets.token_hex(32))
     apart = ("--peer-secret-file", str(secret), "--ucx", f"TLS={TCP_ALONE}")
-    before = os.environ.pop("UCX_NET_DEVICES", None)  # of the tests that stay on loopback
+    before = os.environ.pop("UCX_NET_DEVICES", None)  # the setting of tests that stay on loopback
     try:
         started = daemons.fleet.daemon(name, flags=[*places, *apart, *flags])
     finally:

@@ -48,7 +48,7 @@ def lives(pid: int) -> bool:
 
 
 def children(daemon: DaemonService) -> set[int]:
-    """Of a keeper: those that live, whether or not it has asked how the others ended."""
+    """Children of a keeper: those that live, whether or not it has asked how the others ended."""
     return {each.pid for each in psutil.Process(daemon.process.pid).children() if lives(each.pid)}
 
 
@@ -73,5 +73,5 @@ def before_this(folder: Path) -> Path:
 
 
 def path_of(code: Path) -> str:
-    """PYTHONPATH for this code. What it holds already stays: it may name the packages that the code needs."""
+    """PYTHONPATH for this code. Entries of it stay: they may name the packages that the code needs."""
     return os.pathsep.join(filter(None, [str(code / "clients"), str(code / "daemon"), os.environ.get("PYTHONPATH")]))

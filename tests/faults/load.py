@@ -25,11 +25,11 @@ from kvferryd.demo.fleet import DaemonService
 
 SHAPE = Shape(axes=NHD, block_size=16, num_blocks=768)
 TOKENS = (40, 4000)
-"""Of a small request, and of one that takes a while to read: 2.3 MB."""
+"""Tokens of a small request, and of one that takes a while to read: 2.3 MB."""
 
 
 class Engine:
-    """One rank, which lives in this process whatever becomes of its daemon."""
+    """A rank, which lives in this process whatever becomes of its daemon."""
 
     def __init__(self, name: str, daemon: DaemonService, epoch: str) -> None:
         self.name, self.daemon = name, daemon
@@ -85,7 +85,7 @@ class Load:
     failed: Counter[str] = field(default_factory=Counter)
     """By code."""
     wrong: list[str] = field(default_factory=list)
-    """What must never be: other bytes, a wait without an end, an exception that is none of ours."""
+    """Faults that must never be: other bytes, a wait without an end, an exception that is none of ours."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _over: bool = False
 

@@ -82,7 +82,7 @@ class Remote:
         await self._ask("withdraw", request_id=request_id, blocks=asdict(blocks), tokens=tokens, seed=seed)
 
     async def differs(self, blocks: Blocks, tokens: int, seed: int) -> str:
-        """Where the blocks hold anything but the KV; empty if nowhere."""
+        """The place where the blocks hold anything but the KV; empty if nowhere."""
         return str((await self._ask("differs", blocks=asdict(blocks), tokens=tokens, seed=seed))["where"])
 
     async def _ask(self, command: str, **arguments: Any) -> Answer:
@@ -109,7 +109,7 @@ class Remote:
 
     def _answered(self, number: int, answer: Answer) -> None:
         waiting = self._waiting.pop(number)
-        if not waiting.done():  # nobody waits for it any more
+        if not waiting.done():  # done: its waiter has left
             waiting.set_result(answer)
 
 

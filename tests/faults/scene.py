@@ -62,7 +62,7 @@ _scenes = itertools.count(1)
 
 @dataclass(frozen=True)
 class Setting:
-    """What a scene is played on. `heads`: of the source's and the reader's ranks. `axes`: of both. `apart`: on two
+    """The setting of a scene. `heads`: of the source's and the reader's ranks. `axes`: of both. `apart`: on two
     hosts."""
 
     name: str
@@ -86,7 +86,7 @@ APART = Setting("two-hosts", ("--way", "direct"), apart=True)
 
 @dataclass(frozen=True)
 class Held:
-    """What a daemon holds of its process: none of it may grow."""
+    """Things that a daemon holds of its process: none of them may grow."""
 
     files: int
     threads: int
@@ -128,7 +128,7 @@ class Side:
         self.engines = list(await asyncio.gather(*map(self._lives.enter_async_context, ranks)))
 
     async def revived(self, daemons: Daemons) -> None:
-        """Whatever of it has died is started again, and its engine with it."""
+        """Start again all of it that has died, and its engine with it."""
         dead = [daemon for daemon in self.daemons if daemon.process.poll() is not None]
         for daemon in dead:
             self.daemons[self.daemons.index(daemon)] = daemons.fleet.again(daemon)
@@ -144,7 +144,7 @@ class Side:
 
 @dataclass(eq=False)
 class Request:
-    """One request of the scene. `seed`: of its KV. `goes_on`: until it is awaited the source's daemon stands still."""
+    """A request of the scene. `seed`: of its KV. `goes_on`: until it is awaited the source's daemon stands still."""
 
     request_id: str
     tokens: int
@@ -179,7 +179,7 @@ class Scene:
     _leases: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _attempts: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _held: dict[int, Held] = field(default_factory=dict)
-    """By process: after its first request."""
+    """Keyed by process: after its first request."""
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -260,7 +260,7 @@ class Scene:
         request.receives = [asyncio.create_task(each) for each in self.receives(request, ordered=ordered)]
 
     def receives(self, request: Request, *, ordered: bool) -> list[Coroutine[Any, Any, int]]:
-        """What `receive` does, of each rank and not begun."""
+        """Calls of `receive` of each rank, not begun."""
         source = self.source.engines[0].source() if ordered else None
         more = {"deadline_s": request.deadline_s, "attempt": next(self._attempts)}
         return [rank.receive(request.request_id, request.blocks, source, **more) for rank in self.reader.engines]
@@ -344,7 +344,7 @@ class Scene:
     async def settled(self, request: Request) -> None:
         """It has ended: what is done is right, the blocks of what is not are free in the end, and nobody holds it."""
         assert not set(request.ends) & {"internal", "protocol"}, request.said
-        if request.readers is self.reader.engines:  # of an engine that was started anew no block is left
+        if request.readers is self.reader.engines:  # an engine that was started anew has no block left
             for engine, end in zip(request.readers, request.ends, strict=True):
                 await self._is_quiet(request, engine, end)
         await self._forget(request)
@@ -373,7 +373,7 @@ class Scene:
                 assert not faults, faults
 
     async def _is_quiet(self, request: Request, engine: Remote, end: str) -> None:
-        """Of a request that is done, its bytes are right; of any other, its blocks are safe in the end."""
+        """The bytes of a done request are right; the blocks of any other are safe in the end."""
         if end == "done":
             assert await engine.differs(request.blocks, request.tokens, request.seed) == "", "done, and wrong"
         else:
@@ -422,7 +422,7 @@ async def scened(daemons: Daemons, setting: Setting, far: Host | None = None) ->
     if setting.apart:
         assert far is not None
         near, remote_ = await daemons_apart(daemons, far, name, *setting.flags)
-        services = [[remote_], [near]]  # what a test asks while the line is down it asks here
+        services = [[remote_], [near]]  # the test asks here while the line is down
     else:
         services = await asyncio.gather(
             *(

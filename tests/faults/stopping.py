@@ -1,4 +1,4 @@
-"""Processes that stand still, or run step by step. Whatever happens to the test, they are continued."""
+"""Processes that stand still, or run step by step. They are continued, even if the test fails."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def stopped(pid: int, *, group: bool = True) -> Iterator[None]:
 
 @contextmanager
 def stepped(pid: int, runs_s: float = 0.002, *, group: bool = True) -> Iterator[Callable[[], None]]:
-    """SIGSTOP as in `stopped`; each call of what this yields lets the process run for `runs_s` seconds. What a test
-    sees between two calls is still true at the next."""
+    """SIGSTOP as in `stopped`; each call of what this yields lets the process run for `runs_s` seconds. A fact that a
+    test sees between two calls is still true at the next."""
 
     def step() -> None:
         _send(pid, signal.SIGCONT, group)

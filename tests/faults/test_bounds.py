@@ -1,4 +1,4 @@
-"""What one caller may take of a daemon: each bound is reached here, and others are served meanwhile."""
+"""The share of a daemon that one caller may take: each bound is reached here, and others are served meanwhile."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ async def test_more_connections_than_the_bound_end_the_one_longest_without_a_req
     files: int,
     bound: int,
 ) -> None:
-    """Where each has a request the new one is ended."""
+    """If each has a request the new one is ended."""
     bounded(monkeypatch, sizes | {"kvferryd.api.rest.server.HEADER_S": 600.0}, files)
     name = f"connections-{bound}"
     (daemon,) = await daemons.start(name)
@@ -457,7 +457,7 @@ async def test_more_connections_than_the_bound_end_the_one_longest_without_a_req
     assert await ended_by_the_other_side(first)
 
     async def one_more_is_ended() -> bool:
-        """One that polls: unless it is ended at once it keeps its place."""
+        """A caller that polls: unless it is ended at once it keeps its place."""
         one_more = plain(daemon, stack)
         one_more.settimeout(0.5)
         with contextlib.suppress(ConnectionError):

@@ -1,4 +1,4 @@
-"""What a daemon keeps of the addresses it has dialled: nothing, once nobody uses them."""
+"""A daemon keeps nothing of the addresses it has dialled, once nobody uses them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.process.keeper import HELP
 
 START_S = 5 * TIMEOUT_S
-"""Of a keeper and its daemon, on a machine with other work."""
+"""Seconds for the start of a keeper and its daemon, on a machine with other work."""
 DEATHS = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]
 Seen = Callable[[str, object], None]
 
@@ -48,7 +48,7 @@ def pair(own_fleet: Fleet, request: pytest.FixtureRequest) -> list[DaemonService
 
 @pytest.fixture
 def kept(own_fleet: Fleet) -> DaemonService:
-    """One daemon under a keeper."""
+    """A daemon under a keeper."""
     daemon = own_fleet.daemon("kept", kept=True)
     asyncio.run(own_fleet.ready(daemon, timeout_s=START_S))
     return daemon
@@ -72,7 +72,7 @@ def in_mid_read(load: Load, source: DaemonService, reader: DaemonService) -> int
         pid = serving(source)
         os.kill(pid, signal.SIGSTOP)
         deadline = time.monotonic() + 0.5
-        while time.monotonic() < deadline:  # what was announced before begins without the source
+        while time.monotonic() < deadline:  # announced transfers begin without the source
             found = httpx.get(f"{reader.url}/v1/transfers", params={"state": "reading"}, trust_env=False, timeout=60)
             if found.json()["transfers"]:
                 return pid
@@ -255,7 +255,7 @@ def test_the_help_of_a_keeper_says_how_it_is_upgraded(own_fleet: Fleet, tmp_path
 
 
 def test_a_keeper_does_not_wait_for_who_reads_its_lines() -> None:
-    """Nobody would start the next daemon."""
+    """Otherwise the next daemon would never start."""
     script = """if True:
         import sys
         from kvferryd.process.keeper import Keeper
@@ -301,7 +301,7 @@ def test_a_daemon_that_served_before_its_keeper_had_looked_is_followed(
 
 
 def test_a_daemon_says_that_it_serves_when_its_keeper_has_been_told(tmp_path: Path) -> None:
-    """Who reads the log, and kills the daemon then, kills one that has served."""
+    """A reader of the log that kills the daemon then kills one that has served."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     addresses = ["--rest", "127.0.0.1:0", "--peer", "127.0.0.1:0", "--advertise", "127.0.0.1:9"]
     with (tmp_path / "log").open("w") as log, ours, theirs:
@@ -362,7 +362,7 @@ def test_an_upgrade_that_does_not_load_leaves_the_daemon_that_serves(
 
 @pytest.fixture
 def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What daemons are started with: a link, so that a test can take it away, as one who rebuilds a virtual environment
+    """The interpreter of daemons: a link, so that a test can take it away, as one who rebuilds a virtual environment
     does, and put another thing in its place."""
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
@@ -447,7 +447,7 @@ def test_daemons_are_upgraded_from_the_commit_before_under_load(
         for versions in (["now", "before"] * times)[: 2 * times - 1]:
             code.unlink()
             code.symlink_to(ROOT if versions == "now" else tmp_path / "before")
-            for daemon in daemons:  # one after the other: both versions meet
+            for daemon in daemons:  # in turn: both versions meet
                 old = serving(daemon)
                 daemon.signal(signal.SIGHUP)
                 eventually(lambda daemon=daemon, old=old: serving(daemon) != old, f"the daemon of {versions} serves")

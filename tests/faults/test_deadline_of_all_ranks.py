@@ -64,7 +64,7 @@ async def received(reader: TestEngine, request_id: str, attempt: int) -> None:
 
 
 async def outcome(router: RouterClient, source: TestEngine, request_id: str) -> TransferRecord:
-    """Of an order with a deadline, as the router sees it, for what rank 0 has reserved."""
+    """The record of an order with a deadline, as the router sees it, for what rank 0 has reserved."""
     await until(lambda: is_in(router, request_id, TransferState.WAITING), "the reservation arrives")
     order = OrderBody(request_id=request_id, source=source.source(), deadline_ms=DEADLINE_MS)
     ordered = await router.order(order)

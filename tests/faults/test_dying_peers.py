@@ -1,4 +1,5 @@
-"""Nobody is called malformed for having died, or for what another peer has done to the process that tries metadata."""
+"""A peer is not called malformed for having died, or for what another peer has done to the process that tries
+metadata."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class Scene:
     router: RouterClient
 
     async def reads(self, request_id: str, source: TestEngine) -> None:
-        """What `source` has published, byte for byte, while the other has published something else under that name."""
+        """Read what `source` has published, byte for byte, while the other has published something else under that
+        name."""
         kv, _ = await published(source, request_id)
         await published(self.stranger if source is self.source else self.source, request_id)
         await receives(self.reader, request_id, kv, source.source())
@@ -46,7 +47,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 async def three(daemons: Daemons) -> list[DaemonService]:
-    """Of the source, the stranger and the reader, whose engines are others in each test."""
+    """Daemons of the source, the stranger and the reader, whose engines are others in each test."""
     started = await asyncio.gather(*(daemons.start(name) for name in ("source", "stranger", "reader")))
     return [daemon for (daemon,) in started]
 
@@ -96,7 +97,7 @@ async def test_who_forgets_a_peer_by_hand_takes_the_next_one(scene: Scene) -> No
 
 
 async def test_a_stranger_that_names_the_real_daemons_leads_to_them_only(scene: Scene) -> None:
-    """Whatever it says of their memory: each rank is asked at the address that its roster names."""
+    """Its words on their memory do not count: each rank is asked at the address that its roster names."""
     async with peer_stub(scene.source.daemons[0]) as stub:
         name = scene.source.engine_id
         said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=name))

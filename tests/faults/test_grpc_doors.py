@@ -1,4 +1,4 @@
-"""What a stranger with grpcurl is told: whether the process answers, and the protos where the caller is proven."""
+"""Answers to a stranger with grpcurl: whether the process answers, and the protos where the caller is proven."""
 
 from __future__ import annotations
 

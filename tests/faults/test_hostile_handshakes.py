@@ -1,4 +1,4 @@
-"""What answers a handshake may be anything: it is refused before anything is made of it."""
+"""The answer to a handshake may be anything: it is refused before anything is made of it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ async def impostor(said: peer_pb2.HandshakeReply) -> AsyncIterator[tuple[Imposto
 
 
 def inner(blob: bytes) -> list[range]:
-    """Where the bytes lie that NIXL hands to UCX as they are: the worker's address, and the key of each descriptor."""
+    """Ranges of the bytes that NIXL hands to UCX as they are: the worker's address, and the key of each descriptor."""
     start = blob.index(b"|c") + 2
     found = [range(start + 8, start + 8 + LENGTH.unpack_from(blob, start)[0])]
     at = blob.index(b"|n", blob.index(b"nixlSDList")) + 2 + 8 + 8 + 1
@@ -86,7 +86,7 @@ def mutated(blob: bytes, rng: random.Random, places: list[range]) -> bytes:
 
 
 def malformed(blob: bytes) -> Iterator[bytes]:
-    """What NIXL's own reader takes at its word."""
+    """Blobs that NIXL's own reader takes at their word."""
     yield b""
     yield b"nixlSerDes|"
     yield blob[: len(blob) // 2]

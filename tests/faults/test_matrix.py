@@ -1,7 +1,9 @@
-"""Who dies, stands still or changes its mind, in every state of a request, on both sides, and what holds after it.
+"""Blows in every state of a request, on both sides (a process dies, stands still, changes its mind), and what holds
+after them.
 
-One table, one runner, one check (`Scene.holds`). A row is blow, victim, state and setting. How it ended, and the times
-until everybody knew and until the next request was done, are printed at the end, and are in docs/reliability.md.
+The table, the runner and the check (`Scene.holds`) are one for all. A row is blow, victim, state and setting. How it
+ended, and the times until everybody knew and until the next request was done, are printed at the end, and are in
+docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def marks(number: int, row: Row) -> list[pytest.MarkDecorator]:
 
 @pytest.fixture(scope="module")
 async def scenes(daemons: Daemons) -> AsyncIterator[Callable[[Setting], object]]:
-    """One at a time, for all rows of a setting: what a row leaves behind the next one meets."""
+    """Scenes in turn, for all rows of a setting: what a row leaves behind the next one meets."""
     async with AsyncExitStack() as stack:
         open_: dict[str, Scene] = {}
 
@@ -113,7 +115,7 @@ async def test_nothing_is_lost_torn_or_left_behind(
 
 
 async def played(scene: Scene, row: Row) -> list[str]:
-    """What was seen: the row, how it ended, and after how many seconds it was noticed and recovered."""
+    """The result: the row, how it ended, and after how many seconds it was noticed and recovered."""
     async with scene.brought(row.state, row.deadline_s) as request:
         began = time.monotonic()
         async with AsyncExitStack() as mending:

@@ -21,7 +21,7 @@ TOKENS, SOME, MORE = 40, 16, 32
 
 @pytest.fixture(scope="module")
 async def three(daemons: Daemons) -> list[DaemonService]:
-    """Those of the source's ranks and the reader's: as the last test left them, one of them perhaps dead."""
+    """Daemons of the source's ranks and the reader's: as the last test left them, one of them perhaps dead."""
     theirs, ours = await asyncio.gather(daemons.start("p", 2), daemons.start("d"))
     return theirs + ours
 

@@ -50,7 +50,7 @@ async def dialled(daemon: DaemonService, credentials: grpc.ChannelCredentials) -
 
 
 async def answer_to(stub: peer_pb2_grpc.PeerStub) -> str:
-    """What a handshake is answered: a status of gRPC, or the daemon's own code."""
+    """The answer to a handshake: a status of gRPC, or the daemon's own code."""
     request = peer_pb2.HandshakeRequest(**SPOKEN, engine_id="nobody")
     try:
         await stub.Handshake(request, timeout=TIMEOUT_S)

@@ -19,7 +19,7 @@ from kvferryd.demo.fleet import DaemonService
 pytestmark = pytest.mark.anyio
 RESTARTS, READERS = 2, 6
 NOISE = ("Task was destroyed", "Traceback", "was never", "asynchronous generator", "exception in")
-"""What asyncio and the collector write of a task, a future or a generator that nobody ended."""
+"""Words of asyncio and the collector on a task, a future or a generator that was not ended."""
 
 
 async def reads_until_it_fails(source: TestEngine, reader: TestEngine, name: str) -> None:
@@ -64,7 +64,7 @@ async def test_a_seed_that_ends_before_the_ranks_that_have_joined_it(daemons: Da
 
 
 async def leaves_quietly(daemon: DaemonService) -> None:
-    """What is destroyed late is destroyed by then."""
+    """Late destructors have run by then."""
     assert await ended(daemon, signal.SIGTERM) == 0
     lines = daemon.log.read_text().splitlines()
     assert [line for line in lines if any(noise in line for noise in NOISE)] == []

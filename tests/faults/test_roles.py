@@ -1,4 +1,5 @@
-"""Who may order, abort, join and close: a peer that is let in is no rank of an engine yet, and no reader of a lease."""
+"""Rights to order, abort, join and close: a peer that is let in is no rank of an engine yet, and no reader of a
+lease."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Secret:
         return ("--peer-secret-file", str(file))
 
     def steps(self) -> Iterator[Step]:
-        """Of one rotation: for each step, what is done at one daemon after another."""
+        """Steps of one rotation: for each, what is done at one daemon after another."""
         before, self._now = self._now, secrets.token_hex(32)
         for lines in ((self._now, before), (self._now,)):
             yield from (lambda file=file, lines=lines: replace(file, lines_of(*lines)) for file in self._files)
@@ -164,7 +164,8 @@ AT_ONCE = 8
 
 
 class Routers:
-    """Of both daemons, with a client for every token: `token` is the one that orders are sent with from now on."""
+    """Routers of both daemons, with a client for every token: `token` is the one that orders are sent with from now
+    on."""
 
     def __init__(self, stack: AsyncExitStack, urls: Sequence[str], token: str) -> None:
         self._stack, self._urls = stack, urls
@@ -185,8 +186,8 @@ class Routers:
 async def test_tokens_are_changed_under_a_stream_of_orders_and_none_fails(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
-    """Of both daemons: the reader's takes orders and tells of them, the source's tells of its leases. Twice
-    the new token is let in beside the old one, routers change, and the old one goes."""
+    """Tokens of both daemons: the reader's takes orders and tells of them, the source's tells of its leases. Twice the
+    new token is let in beside the old one, routers change, and the old one goes."""
     files = [tmp_path / "tokens-s", tmp_path / "tokens-r"]
     old = secrets.token_hex(16)
     for file in files:

@@ -98,7 +98,7 @@ def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 async def test_the_clock_of_the_wall_jumps(
     daemons: Daemons, stack: AsyncExitStack, jump: Callable[[int], None], record_property: Callable[[str, object], None]
 ) -> None:
-    """By hours, forth and back, on both sides, in every state that lasts: deadlines and leases count on."""
+    """Hours forth and back, on both sides, in every state that lasts: deadlines and leases count on."""
     scene = await stack.enter_async_context(scened(daemons, DIRECT))
     for state, ahead_s in (("waiting", HOUR_S), ("reading", 0), ("connecting", -HOUR_S), ("reading", HOUR_S)):
         async with scene.brought(state, 30.0) as request:

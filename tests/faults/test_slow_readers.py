@@ -16,7 +16,7 @@ from kvferry.v1 import peer_pb2
 pytestmark = pytest.mark.anyio
 LEASES, METADATA = 1000, bytes(60_000)
 KEPT_MB = 25.0
-"""What all of them may cost. If the reader's share of each were kept, it would be 60 MB."""
+"""The cost of all of them, at most. If the reader's share of each were kept, it would be 60 MB."""
 
 
 async def test_announcements_do_not_queue_for_a_reader_that_does_not_read(

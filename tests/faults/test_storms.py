@@ -86,7 +86,7 @@ async def test_what_is_said_of_a_request_comes_twice_and_in_any_order(
         for number in left:
             request = scene.request(SMALL, DEADLINE_S, block)
             named, source = request.request_id, scene.source.engines[0].source()
-            body = OrderBody(request_id=named, source=source, order_id=named)  # what comes late is no other order
+            body = OrderBody(request_id=named, source=source, order_id=named)  # a late one is no other order
             publishes = [scene.publish_at(rank, request, lease=SHUFFLED + number) for rank in scene.source.engines]
             orders = [router.order(body) for router in scene.reader.routers * 2]
             said = [*publishes, *orders, *scene.receives(request, ordered=False)]
@@ -142,7 +142,7 @@ async def test_a_source_that_is_restarted_fifty_times_under_load(
 
             async def goes_on(before: int = before) -> bool:
                 assert not any(task.done() for task in readers), [task for task in readers if task.done()]
-                return ends["done"] >= before + 2 * LOAD  # by then they are at different places
+                return ends["done"] >= before + 2 * LOAD  # they are at different places by then
 
             await until(goes_on, f"something is done after {restart} restarts")
             (daemon,) = scene.source.daemons

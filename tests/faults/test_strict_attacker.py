@@ -34,7 +34,7 @@ class Scene:
 
     @property
     def cache(self) -> Span:
-        """Where its daemon has it: more than a peer of a strict daemon is told."""
+        """The span at which its daemon has it: more than a peer of a strict daemon is told."""
         return pool(self.engine)
 
     async def attack(self, *, forge: bool = False) -> tuple[peer_pb2.HandshakeReply, dict[int, bool], bytes]:
@@ -69,7 +69,7 @@ async def scene(daemons: Daemons, stack: AsyncExitStack, flags: tuple[str, ...],
     kv, _ = await published(source, "asked for")
     await receives(reader, "asked for", kv, source.source())
     found = Scene(source, transport, tmp)
-    for number, mark in enumerate(found.marks):  # of prompts that no peer has asked for
+    for number, mark in enumerate(found.marks):  # marks of prompts that no peer has asked for
         at = 10_000 * (number + 1)
         source.ranks[0].memory[at : at + len(mark)] = list(mark)
     return found

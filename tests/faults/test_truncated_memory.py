@@ -1,4 +1,4 @@
-"""Nobody can take pages from under a daemon: it maps no file that somebody else can make shorter."""
+"""Pages cannot be taken from under a daemon: it maps no file that somebody else can make shorter."""
 
 from __future__ import annotations
 

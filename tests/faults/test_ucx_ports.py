@@ -1,4 +1,4 @@
-"""Where a daemon listens beside its own ports: UCX asks nobody who he is, so on one interface and in one range."""
+"""Ports of a daemon beside its own: UCX asks nobody who he is, so they are on one interface and in one range."""
 
 from __future__ import annotations
 

@@ -58,6 +58,6 @@ async def test_a_daemon_is_upgraded_while_its_peer_is_not(
 
 
 def versions(scene: Scene) -> list[bool]:
-    """Of both daemons: whether it runs the old code."""
+    """For both daemons: whether it runs the old code."""
     paths = [Path(f"/proc/{side.daemons[0].process.pid}/environ").read_bytes() for side in scene.sides]
     return [b"/old/daemon" in path for path in paths]

@@ -37,7 +37,7 @@ TCP = ("--ucx", f"TLS={TCP_ALONE} NET_DEVICES=lo")
 BIG = Shape.tp(1, block_size=1024, num_blocks=128)
 """75 MB of KV in 768 runs of 98 kB."""
 TOKENS = 48 << 10
-"""Of one big request: 48 blocks of BIG, 28 MB. Two of them fit, and a small one."""
+"""Tokens of one big request: 48 blocks of BIG, 28 MB. Two of them fit, and a small one."""
 NBYTES = TOKENS * TOKEN_NBYTES
 TRIES = 40
 """To see what is over in a moment."""
@@ -54,7 +54,7 @@ class MidRead(Generic[T]):
 
 @dataclass
 class TcpPair:
-    """One rank each: `source` publishes, `reader` receives. Their clients live in this process."""
+    """A rank each: `source` publishes, `reader` receives. Their clients live in this process."""
 
     source: TestEngine
     reader: TestEngine

@@ -1,4 +1,5 @@
-"""What the fuzzing tests share. Every case is made from one seed, which pytest prints first: FUZZ_SEED=N repeats a run.
+"""Fixtures that the fuzzing tests share. Every case is made from one seed, which pytest prints first: FUZZ_SEED=N
+repeats a run.
 
 `hostile.py` makes messages, `target.py` is the daemon under attack, with the common check that follows every test.
 """

@@ -1,4 +1,4 @@
-"""What no client of ours would say: protobuf messages and JSON, made by chance from a seed.
+"""Words that no client of ours would say: protobuf messages and JSON, made by chance from a seed.
 
 A case begins with something good, where there is something good, and is then changed in a few places: most of what is
 wrong everywhere is refused at the first check, and says nothing about the second. The same seed makes the same cases.
@@ -102,7 +102,7 @@ class Hostile:
             self._set(message, each, depth)
 
     def _inside(self, message: Message, each: FieldDescriptor) -> Message | None:
-        """One of the messages that lie in the field."""
+        """A message of those that lie in the field."""
         if _is_map(each):
             entries = getattr(message, each.name)
             if not len(entries) or each.message_type.fields_by_name["value"].message_type is None:

@@ -102,8 +102,8 @@ def attaching(engine_id: str, epoch: str, world_size: int) -> engine_pb2.AttachR
 
 @asynccontextmanager
 async def raw_engine(target: Target, ranks: int = 1) -> AsyncIterator[RawEngine]:
-    """Registered and whole: rank 1 is played where there are two. What it could read is published at the friend:
-    REQUESTS."""
+    """Registered and whole: rank 1 is played where there are two. Leases that it could read are published at the
+    friend: REQUESTS."""
     async with (
         grpc.aio.insecure_channel(f"unix:{target.daemon.socket}") as channel,
         grpc.aio.insecure_channel(target.daemon.peer) as peer,

@@ -1,5 +1,5 @@
-"""What schemathesis is told about this API: hostile addresses are worth trying, and waiting is not; and what counts as
-a fault."""
+"""Hints on this API for schemathesis: hostile addresses are worth trying, and waiting is not; and what counts as a
+fault."""
 
 from __future__ import annotations
 

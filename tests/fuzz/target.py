@@ -27,18 +27,18 @@ FLAGS = ("--allow-peers", "127.0.0.1", "--way", "staged", "--log-level", "error"
 SHAPE = Shape.tp(1, num_blocks=32)
 OWN_FAULT = re.compile(r'Traceback|"code": "internal"|never retrieved|was never awaited|Fatal|is pending')
 GROWTH_MB = 96
-"""What caches, arenas of memory and the allocator may add. A leak of a whole message per case would be more."""
+"""Growth by caches, arenas of memory and the allocator. A leak of a whole message per case would be more."""
 POOL = 8
 """Threads of pools, which come with the first burst of work and stay: the event loop's, gRPC's."""
 KEPT_ALIVE = 3
 """Connections that a client keeps for its next request, and that are closed when they idle."""
 WITHOUT_REASON = frozenset({grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
-"""Of a call that waits: what it waits for need not come."""
+"""Codes of a call that waits: what it waits for need not come."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process has that somebody must give back."""
+    """Things that a process has and must give back."""
 
     files: int
     threads: int

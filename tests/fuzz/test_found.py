@@ -1,4 +1,4 @@
-"""What fuzzing has found, each with the very input that found it."""
+"""Finds of fuzzing, each with the very input that found it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvferry.wire import tables_to_proto
 
 pytestmark = pytest.mark.anyio
 METHODS = [("Engine", "Attach"), ("Engine", "End"), ("Peer", "Handshake"), ("Peer", "Map"), ("Peer", "Read")]
-"""One of each kind of call."""
+"""A method of each kind of call."""
 
 
 @pytest.mark.parametrize(("service", "method"), METHODS)

@@ -27,7 +27,7 @@ WAYS = ("direct", "staged", "auto")
 
 
 class Impostor(peer_pb2_grpc.PeerServicer):
-    """`said` is the real source's handshake, at this address. What is changed in it and in all else is up to chance."""
+    """`said` is the real source's handshake, at this address. Changes in it and in all else are up to chance."""
 
     def __init__(self, target: Target, making: Hostile) -> None:
         self._target, self._making = target, making
@@ -95,7 +95,7 @@ async def test_answers_of_a_source(attacked: Target, rng: random.Random, count: 
             await forgotten(attacked)
 
         async def the_real_one_is_met() -> bool:
-            await forgotten(attacked)  # what was given up may have ended just now, and given the id to the impostor
+            await forgotten(attacked)  # an attempt given up just now may have given the id to the impostor
             with contextlib.suppress(KvferryError):
                 await attacked.router.prewarm(
                     PeerRequest(engine_id=attacked.friend.engine_id, address=attacked.friend.address)

@@ -1,4 +1,4 @@
-"""What is read without a daemon: settings, kv_transfer_params, manifests and tables. Every fault has a name."""
+"""Words that are read without a daemon: settings, kv_transfer_params, manifests and tables. Every fault has a name."""
 
 from __future__ import annotations
 

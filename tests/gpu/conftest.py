@@ -1,4 +1,4 @@
-"""What the modules of this folder share: each has daemons of its own."""
+"""Fixtures that the modules of this folder share: each has daemons of its own."""
 
 from __future__ import annotations
 

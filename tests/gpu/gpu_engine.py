@@ -29,7 +29,7 @@ from kvferryd.demo.fleet import DaemonService
 
 @dataclass
 class Mirror:
-    """What the cache should hold, in host memory, at the addresses that the manifest is built from."""
+    """The cache as it should be, in host memory, at the addresses that the manifest is built from."""
 
     held: Bytes
 
@@ -66,7 +66,7 @@ class GpuEngine(TestEngine):
     async def on(
         cls, engine_id: str, daemons: Sequence[DaemonService], gpus: Sequence[int], shape: Shape, *, adopted: bool
     ) -> GpuEngine:
-        """One rank on each of these GPUs. adopted: torch allocates the cache; otherwise the daemon does."""
+        """A rank on each of these GPUs. adopted: torch allocates the cache; otherwise the daemon does."""
         epoch, ranks = uuid.uuid4().hex, []
         for rank, (daemon, gpu) in enumerate(zip(daemons, gpus, strict=True)):
             client = await EngineClient.connect(

@@ -1,4 +1,4 @@
-"""What the tests in this folder need. Imported first: where there is no GPU or no torch the module is skipped."""
+"""Needs of the tests in this folder. Imported first: where there is no GPU or no torch the module is skipped."""
 
 from __future__ import annotations
 

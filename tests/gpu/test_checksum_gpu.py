@@ -41,7 +41,7 @@ WAYS = {"mapped": ("--way", "mapped"), "staged": ("--way", "staged", "--arena-mb
 
 @pytest.fixture(scope="module")
 def on_gpu() -> Iterator[GpuSums]:
-    sums = GpuSums(GPU, 5)  # by few programs, so that each goes round often
+    sums = GpuSums(GPU, 5)  # few programs, so that each goes round often
     yield sums
     sums.close()
 
@@ -49,7 +49,7 @@ def on_gpu() -> Iterator[GpuSums]:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(), st.integers(ALIGN, 3 * ALIGN), st.integers(0, 15))
 def test_a_gpu_sums_as_the_host_does(on_gpu: GpuSums, case: Case, chunk_nbytes: int, shift: int) -> None:
-    """Wherever the bytes lie: a source and a reader seldom have the same alignment."""
+    """The bytes may lie anywhere: a source and a reader seldom have the same alignment."""
     bound = bind(plan(case.sources, case.destination), case.source_tables, case.destination_tables, case.tokens)
     for rank, memory in sources_of(case).items():
         chunks = [chunk for chunk in cut(moves(bound), chunk_nbytes) if chunk.source_rank == rank]
@@ -100,7 +100,7 @@ async def scene(fleet: Fleet, request: pytest.FixtureRequest) -> AsyncIterator[S
 
 
 def flip(engine: TestEngine, blocks: Blocks) -> None:
-    """One bit of the first token's block."""
+    """Flip a bit of the first token's block."""
     (rank,) = engine.ranks
     held = rank.memory
     before = held.copy()

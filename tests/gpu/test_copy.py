@@ -125,7 +125,7 @@ def end_of(side: Side, nbytes: int) -> int:
 
 
 def on_both(copier: Copier, here: list[Batch], there: list[Batch], programs: int = 5) -> None:
-    """By few programs, so that each goes round often."""
+    """Few programs copy, so that each goes round often."""
     host.copy(here)
     stream = GPU.stream()
     copier.prepare(there)

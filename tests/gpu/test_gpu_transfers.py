@@ -57,7 +57,7 @@ async def mapped(fleet: Fleet) -> DaemonService:
 
 
 async def moved(source: TestEngine, destination: GpuEngine, way: str, tokens: int = TOKENS) -> None:
-    """One request, prefilled and received; everything else on the destination stays as it is."""
+    """A request, prefilled and received; everything else on the destination stays as it is."""
     request_id = uuid.uuid4().hex
     kv, given, taken = Kv.random(tokens), source.take(tokens), destination.take(tokens)
     source.write(kv, given)

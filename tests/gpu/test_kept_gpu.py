@@ -39,7 +39,7 @@ pytestmark = pytest.mark.gpu
 WAIT_S = 120.0
 MIB = 1 << 20
 SLACK = 64 * MIB
-"""What the driver itself takes and returns."""
+"""Memory that the driver itself takes and returns."""
 LARGE = 4096 * MIB
 """Contexts come and go beside it."""
 Seen = Callable[[str, object], None]
@@ -90,7 +90,7 @@ def load(pair: list[DaemonService], request_id: str) -> Iterator[Load]:
 
 
 def paths(daemon: DaemonService) -> set[str]:
-    """By which transfers that are done went, as the log of all its daemons says."""
+    """Paths of transfers that are done, as the log of all its daemons says."""
     return {word for word in ("mapped", "staged", "direct") if f'"{word}"' in daemon.log.read_text()}
 
 

@@ -1,4 +1,4 @@
-"""What is left behind on the GPUs: nothing, after many transfers and after every kind of death in the middle."""
+"""Leftovers on the GPUs: none, after many transfers and after every kind of death in the middle."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def back_to(before: list[int], slack: int, what: str) -> None:
 
 
 def driver_mappings(of: DaemonService) -> int:
-    """What the process has mapped of the driver."""
+    """Mappings that the process has of the driver."""
     return Path(f"/proc/{of.process.pid}/maps").read_text().count("/dev/nvidia")
 
 
@@ -184,7 +184,7 @@ async def knows_no(engine_id: str, at: DaemonService) -> None:
 
 @pytest.mark.parametrize("memory", ["owned", "adopted"])
 async def test_a_killed_engine_of_the_source(pair, memory: str) -> None:
-    """What it published in the daemon's memory stays readable to the last request; memory of its own goes at once."""
+    """Its leases in the daemon's memory stay readable to the last request; memory of its own goes at once."""
     near, far = pair
     before, prefix = free(), f"source-{memory}"
     async with reader_on(far) as reader, running("publish", near, NEAR, prefix, memory) as victim:

@@ -125,7 +125,7 @@ def region(provider: CudaProvider) -> Iterator[Region]:
 
 @pytest.fixture
 def mapped() -> dict[tuple[int, bytes], list[int]]:
-    """What this process has mapped before the test, by other modules' engines that live on."""
+    """Mappings of this process before the test, by other modules' engines that live on."""
     return {key: [*entry] for key, entry in cuda._mappings.items()}
 
 
@@ -310,7 +310,7 @@ def test_a_region_too_small_for_torchs_segments_is_an_error_that_says_so(provide
 
 
 class Engine:
-    """What the other process does; it keeps what it made until told otherwise."""
+    """The work of the other process; it keeps what it made until told otherwise."""
 
     def __init__(self) -> None:
         self.region: CudaRegion | None = None

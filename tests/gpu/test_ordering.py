@@ -1,4 +1,4 @@
-"""What publish promises: a reader gets the KV that the engine's stream wrote, however late it wrote it."""
+"""The promise of publish: a reader gets the KV that the engine's stream wrote, however late it wrote it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def runner() -> AsyncIterator[Runner]:
 
 
 def batch(memory: tuple[int, int], rows: int, nbytes: int) -> Batch:
-    """One segment of so many runs, at the start of both."""
+    """A segment of so many runs, at the start of both."""
     table = packed(rows, nbytes)
     source, destination = (Side(np.array([address], dtype=np.int64), table) for address in memory)
     return Batch(nbytes, rows, source, destination)

@@ -79,7 +79,7 @@ async def engines(
 
 
 async def moved(source: GpuEngine, destination: GpuEngine, tokens: int = TOKENS, way: str = "staged") -> TransferRecord:
-    """One request, prefilled and received; everything else on the destination stays as it is."""
+    """A request, prefilled and received; everything else on the destination stays as it is."""
     request_id = uuid.uuid4().hex
     kv, given, taken = Kv.random(tokens), source.take(tokens), destination.take(tokens)
     source.write(kv, given)

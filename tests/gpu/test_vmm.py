@@ -60,7 +60,7 @@ class Properties(ctypes.Structure):
 
 
 class Vmm:
-    """What cuMemCreate makes: allocations of these sizes, mapped one behind the other."""
+    """Memory of cuMemCreate: allocations of these sizes, mapped one behind the other."""
 
     def __init__(self, gpu: cuda.Device, sizes: Sequence[int], *, handle_types: int = 1) -> None:
         create = ctypes.CDLL("libcuda.so.1").cuMemCreate
@@ -249,7 +249,7 @@ async def end(engine: GpuEngine, memory: Vmm) -> None:
 
 
 async def moved(source: TestEngine, destination: GpuEngine, ways: tuple[str, ...]) -> dict[str, str]:
-    """One request, compared; returns why each way cannot be taken."""
+    """A request, compared; returns why each way cannot be taken."""
     request_id = uuid.uuid4().hex
     kv, given, taken = Kv.random(TOKENS), source.take(TOKENS), destination.take(TOKENS)
     source.write(kv, given)

@@ -1,6 +1,6 @@
 """Print whether vLLM's own kernels write its packed caches as kvferry's plug-in describes them, as JSON.
 
-ENGINES_VENV/bin/python tests/gpu/vllm_packed.py [NAME ...]: of a vLLM for CUDA. By name "proven" or "opaque".
+ENGINES_VENV/bin/python tests/gpu/vllm_packed.py [NAME ...]: of a vLLM for CUDA. Each name is "proven" or "opaque".
 """
 
 from __future__ import annotations

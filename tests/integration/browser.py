@@ -149,7 +149,7 @@ class Page:
         return await self._browser.ask(method, self._session, **params)
 
     async def value(self, expression: str) -> Any:
-        """What JavaScript makes of it, as JSON has it."""
+        """The value that JavaScript makes of it, as JSON has it."""
         answer = await self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]["exception"]["description"]
         return answer["result"].get("value")
@@ -158,7 +158,7 @@ class Page:
         await until(lambda: self.value(expression), f"{what or expression}; faults: {self.faults}")
 
     async def texts(self, selector: str) -> list[str]:
-        """What each of these elements shows."""
+        """The text that each of these elements shows."""
         shown: list[str] = await self.value(f"[...document.querySelectorAll({selector!r})].map((it) => it.innerText)")
         return shown
 

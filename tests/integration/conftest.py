@@ -1,4 +1,4 @@
-"""Real daemons for these tests, each a process of its own. Those of `pair` are shared: no test may harm them."""
+"""Real daemons for these tests, each a process of its own. The daemons of `pair` are shared: no test may harm them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ DECODE = Shape.tp(3, axes=HND, block_size=24, num_blocks=240)
 
 @pytest.fixture
 def daemons(own_fleet: Fleet) -> Daemons:
-    """Those of one test: they end with it."""
+    """Daemons of one test: they end with it."""
     return Daemons(own_fleet)
 
 
 @pytest.fixture(scope="session")
 async def shared_daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
-    """Those that several tests share. Each of them costs the others CPU until the last test."""
+    """Daemons that several tests share. Each of them costs the others CPU until the last test."""
     async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
         yield Daemons(fleet)
 
 
 @pytest.fixture(scope="session")
 async def near(shared_daemons: Daemons) -> DaemonService:
-    """One of two that have no flags and no engine: each test brings its own, and takes it away."""
+    """A daemon of two that have no flags and no engine: each test brings its own, and takes it away."""
     (daemon,) = await shared_daemons.start("near")
     return daemon
 
@@ -64,7 +64,7 @@ async def shared_pair(shared_daemons: Daemons) -> AsyncIterator[Pair]:
 
 @pytest.fixture
 async def pair(shared_pair: Pair) -> AsyncIterator[Pair]:
-    """What a failed transfer may still write is over before the next test takes blocks."""
+    """Writes of a failed transfer are over before the next test takes blocks."""
     yield shared_pair
     books = [rank.client._book for rank in shared_pair.decode.ranks]
     unquiet = [each.said.call.quiet for book in books for each in book._unquiet.values()]
@@ -74,7 +74,7 @@ async def pair(shared_pair: Pair) -> AsyncIterator[Pair]:
 
 @pytest.fixture(scope="session")
 async def victim(shared_daemons: Daemons, shared_pair: Pair) -> AsyncIterator[Victim]:
-    """One daemon that everything bad is done to."""
+    """A daemon that everything bad is done to."""
     (daemon,) = await shared_daemons.start("victim")
     engine = await TestEngine.start("victim", [daemon], SHAPE)
     async with (

@@ -27,7 +27,7 @@ T = TypeVar("T")
 SPOKEN = {"protocol_min": PROTOCOL_MIN, "protocol_max": PROTOCOL_MAX}
 """The protocol of this build, as a caller says it."""
 BEFORE = {"protocol_min": PROTOCOL_MIN - 1, "protocol_max": PROTOCOL_MIN - 1}
-"""That of the build before the last change of the wire."""
+"""The protocol of the build before the last change of the wire."""
 TIMEOUT_S = 60.0
 """The longest wait of a test for anything. Nothing comes near it on a machine that has no other work."""
 TCP_ALONE = "tcp,cuda_copy" if Path("/dev/nvidiactl").exists() else "tcp"
@@ -123,10 +123,10 @@ class Tap:
 
     def __init__(self) -> None:
         self.to = ""
-        """Nobody is let through while it is empty."""
+        """Callers are kept out while it is empty."""
         self._through: set[asyncio.StreamWriter] = set()
         self.said: list[bytearray] = []
-        """What each connection's caller sent."""
+        """The bytes that each connection's caller sent."""
         self.answered = bytearray()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -155,7 +155,7 @@ class Tap:
         writer.close()
 
     def roster_key(self) -> bytes:
-        """What the seed gave to the daemon: the two last fields of an AdmitRequest, in the clear."""
+        """The key that the seed gave to the daemon: the two last fields of an AdmitRequest, in the clear."""
         found = re.search(rb"\x1a\x20.{32}\x22\x20(.{32})", b"".join(self.said), re.DOTALL)
         assert found is not None
         return found[1]

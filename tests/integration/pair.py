@@ -27,7 +27,7 @@ class Pair:
     prefill: TestEngine
     decode: TestEngine
     routers: Sequence[RouterClient]
-    """Of the decode daemons, by rank."""
+    """Routers of the decode daemons, by rank."""
     prefill_routers: Sequence[RouterClient]
 
     @property

@@ -1,7 +1,7 @@
 """An engine for tests: every rank a real client of a real daemon, its cache a numpy array in any layout.
 
-What a request's KV is does not depend on how an engine holds it: `Kv` is the whole logical array, and an engine writes
-its share of it, or is compared with it, element by element.
+A request's KV does not depend on how an engine holds it: `Kv` is the whole logical array, and an engine writes its
+share of it, or is compared with it, element by element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Array = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Kv:
-    """One request's KV: `paged` [layer, k or v, token, head, dim], and the state of a recurrent layer [head, n]."""
+    """A request's KV: `paged` [layer, k or v, token, head, dim], and the state of a recurrent layer [head, n]."""
 
     paged: Array
     state: Array
@@ -176,7 +176,7 @@ class TestEngine:
     _leases: itertools.count[int] = field(default_factory=lambda: itertools.count(1), repr=False)
     _attempts: itertools.count[int] = field(default_factory=lambda: itertools.count(1), repr=False)
     _published: dict[str, list[Lease]] = field(default_factory=dict, repr=False)
-    """By request: its last lease, as each rank knows it."""
+    """Keyed by request: its last lease, as each rank knows it."""
 
     @classmethod
     async def start(
@@ -224,7 +224,7 @@ class TestEngine:
         return Blocks(ids, next(self._states) if state else None, first_token if paged else 0)
 
     def write(self, kv: Kv, blocks: Blocks, tokens: tuple[int, int] | None = None, *, state: bool = True) -> None:
-        """What prefill does: the KV of the tokens (all by default) into the blocks."""
+        """Do as prefill does: the KV of the tokens (all by default) into the blocks."""
         self.write_into([rank.memory for rank in self.ranks], kv, blocks, tokens, state=state)
 
     def write_into(
@@ -253,7 +253,7 @@ class TestEngine:
         return kv, blocks
 
     def differences(self, expected: Sequence[Bytes]) -> str:
-        """Where memory is not as expected, to the element; empty if nowhere."""
+        """The place where memory is not as expected, to the element; empty if nowhere."""
         said = []
         for i, (rank, wanted) in enumerate(zip(self.ranks, expected, strict=True)):
             for name, have, want in zip(

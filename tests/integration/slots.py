@@ -1,4 +1,4 @@
-"""What tests ask about staging slots, and about the transfers that wait for them."""
+"""Questions of tests about staging slots, and about the transfers that wait for them."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ async def test_the_place_of_a_word_is_not_used_again_before_its_value_is_taken(
                 for index in range(1, 2000):
                     peek = reader.agent.peek(source.name, source.word(index), alone=alone)
                     peeks.append(asyncio.create_task(peek))
-                    await asyncio.sleep(0)  # one more in each turn of the loop, whatever the others wait for
+                    await asyncio.sleep(0)  # another in each turn of the loop, whatever the others wait for
                 assert await asyncio.gather(*peeks) == list(range(1, 2000))
 
 

@@ -26,9 +26,9 @@ class Two:
     source: TestEngine
     reader: TestEngine
     router: RouterClient
-    """Of the source."""
+    """The source's router."""
     log: DaemonService
-    """Of the reader."""
+    """The reader's log."""
 
     def ended(self, request_id: str) -> dict[str, object] | None:
         """The log line of the request's end."""

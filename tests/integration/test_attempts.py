@@ -1,4 +1,4 @@
-"""One attempt at a request has one number on all ranks: whatever comes first, it ends alike on all of them."""
+"""An attempt at a request has one number on all ranks: whatever comes first, it ends alike on all of them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_an_order_for_an_attempt_that_is_over_is_refused_and_names_the_new
     assert codes(await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), attempt=before)) == {"stale_attempt"}
 
 
-# one rank fails or is refused
+# a rank fails or is refused
 
 
 @pytest.mark.parametrize("refused_first", [True, False])

@@ -1,4 +1,4 @@
-"""What must not be done at the engine's door is refused with a reason: sessions, memory, manifests."""
+"""Misuse of the engine's door is refused with a reason: sessions, memory, manifests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes no sense over REST, or in an order, is refused with a reason, and the daemon lives on."""
+"""Nonsense over REST, or in an order, is refused with a reason, and the daemon lives on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What peers, strangers and the command line must not do is refused with a reason, and the daemon lives on."""
+"""Misuse by peers, strangers and the command line is refused with a reason, and the daemon lives on."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_a_lease_is_closed_only_by_who_opened_it(victim: Victim, request_i
         reader, other = reader_of(victim, stub), reader_of(victim, stub)
         assert (await reader.open(request_id)).update.num_tokens == 20
         assert (await other.open(request_id)).problem.code == "already_reading"
-        for reading in (0, 1, 9):  # of nothing opened, one that was refused, and one that never was
+        for reading in (0, 1, 9):  # nothing opened, one that was refused, and one that never was
             await other.say(close=peer_pb2.LeaseClose(reading=reading, request_id=request_id, complete=True))
         assert (await other.open("", reading=2)).problem.code == "malformed_request_id"  # so the closes were taken
         assert [lease.state for lease in await victim.router.leases()] == [LeaseState.PUBLISHED]

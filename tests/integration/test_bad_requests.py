@@ -1,4 +1,4 @@
-"""What must not be done with the blocks of a request is refused with a reason, and the daemon lives on."""
+"""Misuse of the blocks of a request is refused with a reason, and the daemon lives on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_publish_that_makes_no_sense_is_refused(victim: Victim, change: 
 
 
 async def refused_command(victim: Victim, **command: Any) -> KvferryError:
-    """What the daemon says to a command that no client of ours would send."""
+    """The daemon's answer to a command that no client of ours would send."""
     with pytest.raises(KvferryError) as refused:
         await victim.engine.ranks[0].client._ask(**command)
     return refused.value

@@ -25,7 +25,7 @@ class Scene:
     source: TestEngine
     reader: TestEngine
     router: RouterClient
-    """Of the reader's first rank."""
+    """The router of the reader's first rank."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What is said of a slow rank, a late publish and a peer that stands still is what happened."""
+"""The words on a slow rank, a late publish and a peer that stands still say what happened."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Scene:
         return (await self.routers[0].order(body)).transfer_id
 
     async def record(self, request_id: str) -> TransferRecord:
-        """Of all ranks: an engine is told of the end before the other rank's daemon has said so here."""
+        """The record of all ranks: an engine is told of the end before the other rank's daemon has said so here."""
         (record,) = await self.routers[0].transfers(request_id)
         return await self.routers[0].wait(record.transfer_id)
 

@@ -44,7 +44,7 @@ async def fleet(shared_daemons: Daemons, shared_pair: Pair) -> AsyncIterator[Ser
     gone = "--decode", f"http://127.0.0.1:3,daemon={NOWHERE}"
     ours, theirs = shared_pair.prefill.daemons, shared_pair.decode.daemons
     async with proxy(shared_daemons, "--fleet", *gone, prefill_daemons=ours, decode_daemons=theirs) as started:
-        await look(started)  # what ends from here on is counted
+        await look(started)  # later ends are counted
         yield started
 
 

@@ -67,7 +67,7 @@ async def test_the_socket_is_for_its_own_user_only(victim: Victim) -> None:
 
 
 def said_by(path: str, uid: int) -> bytes:
-    """What another user gets who connects to a socket: a process of his own asks."""
+    """The answer to another user who connects to a socket: a process of his own asks."""
     told, telling = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -230,7 +230,7 @@ async def test_an_engine_that_dies_between_the_two_leaves_no_file(victim: Victim
 
 @asynccontextmanager
 async def engine(daemon: DaemonService, name: str) -> AsyncIterator[TestEngine]:
-    """One rank whose memory is a memfd of ours, which the daemon adopts: no file has a name."""
+    """A rank whose memory is a memfd of ours, which the daemon adopts: no file has a name."""
     epoch = os.urandom(8).hex()
     async with await EngineClient.connect(str(daemon.socket), engine_id=name, epoch=epoch, timeout_s=20) as client:
         region = memfd_region(TP1.nbytes(0))

@@ -1,4 +1,4 @@
-"""What a daemon keeps of its peers, and when it asks them again."""
+"""The knowledge that a daemon keeps of its peers, and when it asks them again."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Led:
 
     engine: TestEngine
     routers: list[RouterClient]
-    """Of its daemons, by rank."""
+    """Routers of its daemons, by rank."""
 
 
 async def is_ready(router: RouterClient) -> bool:

@@ -1,4 +1,4 @@
-"""What a transfer leaves of the blocks that it was given is zero, where the engine asks for it."""
+"""The part of its blocks that a transfer leaves is zero, where the engine asks for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.errors import KvferryError
 pytestmark = pytest.mark.anyio
 TOKENS = (3, 50)
 ROOM = 128
-"""Of the blocks: one is filled in part, one not at all."""
+"""Tokens that the blocks have room for: one is filled in part, one not at all."""
 POISON = 0xFF
 
 

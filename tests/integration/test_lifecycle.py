@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 async def daemon(shared_daemons: Daemons) -> DaemonService:
-    """Of those tests that leave a daemon as they found it."""
+    """The daemon of those tests that leave it as they found it."""
     (daemon,) = await shared_daemons.start("drained")
     return daemon
 

@@ -25,7 +25,7 @@ SHAPES = {
     "decode-b": Shape.tp(1, axes=("head", "block", "slot", "dim"), block_size=5, num_blocks=1900),
 }
 TOLERATED_MB = 24
-"""What allocators keep of a round. A round moves and forgets far more."""
+"""Memory that allocators keep of a round. A round moves and forgets far more."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What the bytes mean, between real daemons: refused by name where it differs, and never cut where nobody knows it."""
+"""Meaning of the bytes, between real daemons: refused by name where it differs, and never cut where nobody knows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What probes and metrics say is so."""
+"""Probes and metrics say what is so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One warm order of a router, from its route to the first read: by how many modules it goes."""
+"""A warm order of a router, from its route to the first read: by how many modules it goes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvferryd.demo.fleet import Fleet
 pytestmark = pytest.mark.anyio
 TOKENS, WARM, ORDERS = 50, 2, 4
 MODULES = 53
-"""By so many it goes today, as docs/architecture.md says. Fewer are better."""
+"""The modules of an order today, as docs/architecture.md says. Fewer are better."""
 SHAPE = Shape.tp(1, num_blocks=64)
 
 

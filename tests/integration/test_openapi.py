@@ -20,7 +20,7 @@ TOKEN = {"authorization": "Bearer t"}
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a daemon that asks for a token."""
+    """The document of a daemon that asks for a token."""
     file = tmp_path_factory.mktemp("token") / "token"
     file.write_text("t")
     answer: dict[str, Any] = asked(lambda client: client.get("/openapi.json", headers=TOKEN), token_file=file).json()
@@ -34,7 +34,7 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def contents(operation: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of its body and its answers, by media type."""
+    """Contents of its body and its answers, by media type."""
     for each in (operation.get("requestBody", {}), *operation["responses"].values()):
         yield from each.get("content", {}).values()
 

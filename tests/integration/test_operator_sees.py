@@ -1,4 +1,4 @@
-"""What the command line says of peers that fail: each symptom is made with real daemons."""
+"""The command line's words on peers that fail: each symptom is made with real daemons."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Kvferry: TypeAlias = Callable[..., Awaitable[tuple[int, str]]]
 
 @dataclass
 class Scene:
-    """One that is read from, and one that reads, which is asked."""
+    """A daemon that is read from, and one that reads, which is asked."""
 
     source: TestEngine
     reader: TestEngine

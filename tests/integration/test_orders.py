@@ -225,7 +225,7 @@ async def test_cancelling_a_receive_aborts_the_transfer(pair: Pair, request_id: 
 async def test_a_request_that_was_cancelled_may_be_received_again_at_once(
     pair: Pair, victim: Victim, request_id: str
 ) -> None:
-    """What is still said of the first transfer is not taken for the second's."""
+    """Late words on the first transfer are not taken for the second's."""
     client, source = victim.engine.ranks[0].client, pair.prefill.source()
     for i in range(8):
         again, theirs = f"{request_id}-{i}", pair.prefill.take(FEW)

@@ -12,7 +12,7 @@ from kvferry.proxy import fleet
 from kvferryd.api.rest.page import FILES
 
 PAGES = {"/": FILES, fleet.AT: fleet.FILES}
-"""By the path of its index.html: the status page of a daemon, and the proxy's of a fleet."""
+"""Keyed by the path of its index.html: the status page of a daemon, and the proxy's of a fleet."""
 MARKUP = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|createContextualFragment|document\.write|setHTML|\beval\b")
 
 

@@ -83,7 +83,7 @@ class Engine:
 @pytest.fixture(scope="module")
 async def two(shared_daemons: Daemons) -> list[DaemonService]:
     """As the last test left them, one of them perhaps dead."""
-    flags = ("--connect-timeout-s", "20")  # what is asked may just have been started
+    flags = ("--connect-timeout-s", "20")  # the daemon that is asked may just have been started
     started = await asyncio.gather(*(shared_daemons.start(side, 1, *flags) for side in ("source", "destination")))
     return [daemon for (daemon,) in started]
 
@@ -236,7 +236,7 @@ async def test_an_engine_that_is_refused_says_why_and_tries_again(
 async def test_closing_does_not_wait_for_a_daemon(both: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = both[0]
     for bound in ("blocking.END_S", "blocking.AGAIN_S", "session.ASK_S", "session.CLOSE_S"):
-        monkeypatch.setattr(f"kvferry.{bound}", TIMEOUT_S)  # of whatever might wait there
+        monkeypatch.setattr(f"kvferry.{bound}", TIMEOUT_S)  # any that might wait there
     await engine.loses_its_daemon()
     async with asyncio.timeout(TIMEOUT_S / 3):
         await asyncio.to_thread(engine.client.close)

@@ -257,7 +257,7 @@ def test_a_page_of_another_origin_cannot_change_anything() -> None:
 
 
 def test_a_name_that_leads_here_does_not_make_a_page_ours() -> None:
-    """Whoever owns it decides where it leads: a browser would think the page and this daemon one origin."""
+    """The name's owner decides where it leads: a browser would think the page and this daemon one origin."""
     rebound = {"origin": "http://rebound.example:7410", "host": "rebound.example:7410"}
     problem(asked(lambda client: client.post("/v1/drain", headers=rebound)), 403, "cross_origin")
     no_url = {"origin": "http://[x", "host": "[x"}

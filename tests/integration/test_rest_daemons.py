@@ -190,7 +190,7 @@ def test_drain_exits_0_only_when_nothing_is_left(fleet: Fleet, capsys: pytest.Ca
             assert "not ready\n  not ready: draining" in capsys.readouterr().out
 
             cancelled = asyncio.create_task(kvferry("drain", "--daemon", daemon.url, "--wait", "30"))
-            while not cancelled.done():  # by another one; it is not begun again
+            while not cancelled.done():  # the daemon's other drain; it is not begun again
                 assert await kvferry("drain", "--daemon", daemon.url, "--cancel") == 0
                 await asyncio.wait({cancelled}, timeout=0.2)
             assert await cancelled == 1

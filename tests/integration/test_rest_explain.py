@@ -26,7 +26,7 @@ def changed(body: dict[str, Any], *path: Any, to: object) -> dict[str, Any]:
 
 
 def many_runs(body: dict[str, Any]) -> dict[str, Any]:
-    """Of one token 2^26: its elements lie in another order on either side."""
+    """A token has 2^26: its elements lie in another order on either side."""
     result, extent = copy.deepcopy(body), 1 << 13
     for side, strides in ((result["sources"][0], (2 * extent, 2)), (result["destination"], (2, 2 * extent))):
         axes = side["components"][0]["axes"]

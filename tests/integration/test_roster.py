@@ -140,7 +140,7 @@ async def test_an_order_for_an_engine_that_is_not_whole_fails_and_names_the_rank
     assert "ranks [1]" in missing.error.message
     with pytest.raises(TransferFailed) as failed:
         await receiving
-    # By its own part, which needs all ranks to shake hands, or by the other's: whichever gives up first.
+    # Its own part, which needs all ranks to shake hands, or the other's gives up first.
     assert failed.value.code in ("roster_incomplete", "rank_failed")
 
 
@@ -241,7 +241,7 @@ def joining(engine_id: str, rank: int, address: str) -> peer_pb2.JoinRequest:
 
 
 async def last_roster(stream: object) -> peer_pb2.Roster:
-    """What a member heard last, when the third had joined."""
+    """The roster that a member heard last, when the third had joined."""
     while True:
         told = await stream.read()  # type: ignore[attr-defined]
         assert isinstance(told, peer_pb2.Roster)

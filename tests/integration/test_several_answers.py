@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def received(pair: Pair, request_id: str, kv: Kv) -> None:
-    """By all ranks, into blocks of this answer alone."""
+    """Received by all ranks, into blocks of this answer alone."""
     blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
     pair.decode.write_into(expected, kv, blocks)
     await pair.decode.receive(request_id, blocks, source=pair.prefill.source())
@@ -26,7 +26,7 @@ async def received(pair: Pair, request_id: str, kv: Kv) -> None:
 
 
 async def test_a_second_answer_that_waits_for_the_first_is_another_attempt(pair: Pair, request_id: str) -> None:
-    """Of a lease that another engine is still to read; reading it twice counts as one engine that has read it."""
+    """Another engine is still to read the lease; reading it twice counts as one engine that has read it."""
     kv, leases = await prefilled(pair, request_id, readers=2)
     for _ in range(2):
         await received(pair, request_id, kv)

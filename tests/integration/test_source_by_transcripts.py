@@ -29,7 +29,7 @@ ONE, MOST = Shape.tp(1, num_blocks=64), 30
 
 
 class Reader:
-    """What one reader hears, in order."""
+    """The words that a reader hears, in order."""
 
     def __init__(self, stub: peer_pb2_grpc.PeerAsyncStub, name: str, engine: TestEngine) -> None:
         who = peer_pb2.Reader(engine_id=name, epoch="1", rank=0, world_size=1)
@@ -109,7 +109,7 @@ class Daemon:
         await self._reader(who).hand.say(close=closing)
 
     async def packs(self, who: str, reading: int) -> None:
-        """By a reader of the same shape, two chunks at most."""
+        """The reader has the same shape, and wants two chunks at most."""
         source, told = manifest_from_proto(self._met), self._reader(who).updates[reading]
         own = source.of_engine(who, "1")
         pairing = await self._stub.Pair(

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Collector(ThreadingHTTPServer):
-    """What OpenTelemetry's collector would get."""
+    """The receiver in place of OpenTelemetry's collector."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -253,7 +253,7 @@ async def test_a_lease_that_has_ended_is_not_packed_and_the_stream_goes_on(stage
         await staged.prefill_routers[0].revoke_lease(request_id)
         told = await other.by_hand.heard()
         assert (told.reading, told.problem.code) == (READING, "lease_ended")
-        await other.pack(open=other.opening, want=[0])  # of a reading that is over: there is no answer
+        await other.pack(open=other.opening, want=[0])  # a reading that is over: there is no answer
         gone = await other.by_hand.open(request_id, 2)
         assert (gone.reading, gone.problem.code) == (2, "lease_ended")
 

@@ -57,7 +57,7 @@ class Silent:
             await self.call.write(engine_pb2.Command(several=engine_pb2.Commands(commands=wrong)))
 
     async def the_end(self) -> object:
-        """Of the stream, as an engine sees it that reads at last."""
+        """The end of the stream, as an engine sees it that reads at last."""
         while (told := await self.call.read()) is not grpc.aio.EOF:
             assert isinstance(told, engine_pb2.Event)
         return told

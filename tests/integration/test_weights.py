@@ -89,7 +89,7 @@ async def test_equal_weights_named_again_revoke_nothing(engines: Pair, request_i
 
 
 async def test_what_is_on_its_way_to_replaced_weights_fails(engines: Pair, request_id: str) -> None:
-    """One rank has begun to read what is published so far, and waits for more."""
+    """A rank has begun to read what is published so far, and waits for more."""
     await half_published(engines, request_id)
     blocks = engines.decode.take(5000)
     receiving = asyncio.create_task(
@@ -112,7 +112,7 @@ async def test_a_reservation_that_waits_for_its_order_fails_with_the_weights_it_
 
 
 async def test_source_ranks_that_name_different_weights_are_not_read(engines: Pair, request_id: str) -> None:
-    """By those that read both, or the one with other weights; KV is of use only if all ranks have it."""
+    """Ranks that read both, or the one with other weights, fail; KV is of use only if all ranks have it."""
     await engines.prefill.ranks[1].client.replace_weights("B")
     await prefilled(engines, request_id)
     source, blocks = engines.prefill.source(), engines.decode.take(TOKENS)
@@ -304,7 +304,7 @@ async def test_a_version_names_the_weights_when_all_of_its_session_is_there(
     weights, _ = rank
     updates, part = of_sglang(weights)
     names = [part("begin_weight_update"), part("update_weights_from_tensor", "v2")]
-    updates.tell("v2")  # by a call of its own
+    updates.tell("v2")  # with a call of its own
     names += [weights.of(weights.step), part("update_weights_from_distributed", "v2")]
     assert "v2" not in names and "" not in names
     assert part("end_weight_update") == "v2"

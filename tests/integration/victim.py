@@ -1,4 +1,4 @@
-"""One daemon that everything bad is done to."""
+"""A daemon that everything bad is done to."""
 
 from __future__ import annotations
 

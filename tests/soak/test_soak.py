@@ -5,7 +5,7 @@ every request that is done is compared, at once and again before its blocks are 
 Ctrl-C too.
 
 Half of the daemons know TCP only, where a read takes time and a peer's death is noticed late; the others take what UCX
-finds. Half of the engines compare checksums as they read. One daemon is never killed: it meets all that come and go.
+finds. Half of the engines compare checksums as they read. A single daemon is never killed: it meets all others.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Kind:
     """An engine, whose shape is another one at each of its starts."""
 
     heads: tuple[tuple[tuple[int, int], ...], ...]
-    """What its ranks may hold."""
+    """Heads that its ranks may hold."""
     flags: tuple[str, ...]
-    """Of its daemons."""
+    """Flags of its daemons."""
     spared: bool = False
     """Its daemons are stopped, and never killed."""
 
@@ -80,27 +80,27 @@ HELD = 64_000
 """Tokens that a cache has room for."""
 DEADLINES_S = (0.2, 5.0, 20.0, 20.0)
 GRACE_S = 40.0
-"""What a client adds to its deadline, and the machine to that. A receive that takes longer hangs."""
+"""Seconds that a client adds to its deadline, and the machine to that. A receive that takes longer hangs."""
 CALLS_S = 3 * CALL_S
-"""A publish in two pieces, and what happens to the request: three calls. What takes longer hangs."""
+"""A publish in two pieces, and what happens to the request: three calls. Anything that takes longer hangs."""
 WAYS = ("direct", "staged", "auto")
 FATES = ("", "", "", "", "", "cancel", "abort", "revoke", "withdraw", "duplicate")
 CALM_S = (1.0, 5.0)
 """Between two troubles."""
 START_S = 300.0
-"""Of a daemon, on a machine that has other work: nothing is measured by it."""
+"""Seconds for the start of a daemon, on a machine that has other work: nothing is measured by it."""
 NEVER_KILLED = "single"
 GROWTH_MB = 128.0
 """The daemon that is never killed may grow by it, from when it is weighed until it is at rest: its history fills, the
 buffers and keys of checksums (20 to 50 MB) come with the first that is asked for, and UCX keeps what it had for peers
 that have died. In two minutes 77 MB were seen."""
 SPREAD = 16
-"""By how many descriptors or threads daemons of equal work may differ, old and young ones."""
+"""Daemons of equal work may differ by so many descriptors or threads, old and young ones."""
 
 
 @dataclass(eq=False)
 class Life:
-    """One start of an engine: its blocks are given to one request at a time."""
+    """A start of an engine: its blocks are given to one request at a time."""
 
     engine: TestEngine
     free: set[int]
@@ -136,10 +136,10 @@ class Life:
 @dataclass
 class Seen:
     ends: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """By way, the outcomes."""
+    """Outcomes by way."""
     nbytes: Counter[str] = field(default_factory=Counter)
     took_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By way, of each request that was done, from its reservation on."""
+    """For each way, the seconds of each request that was done, from its reservation on."""
     wrong: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     troubles: Counter[str] = field(default_factory=Counter)
@@ -207,7 +207,7 @@ class Soak:
     # ---- requests ----
 
     async def requests(self) -> None:
-        """One after another, until it is over."""
+        """Request after request, until it is over."""
         while not self.over.is_set():
             source, reader = self.rng.sample(sorted(self.lives), 2)
             await self.request(source, reader, self.rng.choice(FATES))
@@ -220,7 +220,7 @@ class Soak:
         kv = self.kv(tokens)
         try:
             published, reserved = await asyncio.gather(theirs.take(tokens, self.rng), ours.take(tokens, self.rng))
-        except TimeoutError:  # what held them has gone with its engine
+        except TimeoutError:  # the blocks have gone with their engine
             return
         leases: list[Lease] = []
         outcomes: list[Received | BaseException] = []
@@ -452,7 +452,7 @@ class Soak:
         return all(high - low <= SPREAD for low, high in self.spread().values())
 
     def faults(self) -> list[str]:
-        """What no daemon may ever write. UCX may, in the log of a daemon that it has ended."""
+        """Lines that no daemon may ever write. UCX may, in the log of a daemon that it has ended."""
         return [
             line
             for log in self.daemons.fleet.directory.glob("*.log")
@@ -462,7 +462,7 @@ class Soak:
 
 
 def own_mb(daemon: DaemonService) -> float:
-    """What it holds of memory that it shares with nobody: no cache, and no arena."""
+    """Memory that it shares with nobody: no cache, and no arena."""
     status = Path(f"/proc/{daemon.process.pid}/status").read_text()
     (kb,) = re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
     return int(kb) / 1024

@@ -116,7 +116,7 @@ UNDER_WAY: dict[str, Row] = {
     "Progress.readings": lambda kept: kept.ranks * kept.going_on,
     "Progress._awaited": lambda kept: kept.ranks * kept.going_on,
     "Met.read": lambda kept: 0,
-    "Seen.tables": lambda kept: 2 * kept("Progress.readings"),  # one that it goes by, and one that it was just told
+    "Seen.tables": lambda kept: 2 * kept("Progress.readings"),  # the one that it goes by, and one that it was just told
     "ChunkStream._pairing": lambda kept: kept.of("ChunkStream"),
     "ChunkStream.chunks": lambda kept: 16 * kept.of("ChunkStream"),
     "ChunkStream._packed": lambda kept: kept("ChunkStream.chunks"),
@@ -206,7 +206,7 @@ TASKS = (
     "._pairing",
 )
 REMEMBERED: dict[str, Row] = {
-    # Who asks rank 0 which lease it reads waits there by the deadline of the call.
+    # Ranks that ask rank 0 which lease it reads wait there by the deadline of the call.
     "Transfers._awaited": lambda kept: kept.ranks * kept.config.max_transfers,
     # the reading side
     "Transfers._by_id": lambda kept: kept.config.max_transfers + kept.config.history,

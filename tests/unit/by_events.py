@@ -1,4 +1,4 @@
-"""One engine rank as a source, fed by hand: its machines, readers that speak to them, and time that a test moves."""
+"""An engine rank as a source, fed by hand: its machines, readers that speak to them, and time that a test moves."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ByEvents:
         self.source, self.now = Source(limit), 0.0
         self.said: list[e.SourceEffect] = []
         self.words: set[int] = set()
-        """Those that stand."""
+        """Words that stand."""
         self._word: dict[tuple[str, int], int] = {}
-        """Of each lease."""
+        """The word of each lease."""
         self._numbers = itertools.count(1)
 
     def on(self, event: e.SourceEvent) -> list[e.SourceEffect]:
@@ -85,13 +85,13 @@ class ByEvents:
         self.now = until
 
     def lease(self, request_id: str = "r") -> Lease:
-        """One that is held."""
+        """A lease that is held."""
         lease = self.source.leases.get(request_id)
         assert lease is not None
         return lease
 
     def account(self, request_id: str = "r") -> Account:
-        """Of its last lease, held or not."""
+        """The account of its last lease, held or not."""
         lease = self.source.leases.get(request_id)
         if lease is not None:
             return lease.account(self.now)
@@ -106,20 +106,20 @@ class ByEvents:
         return Speaker(self, who, announcing=announcing)
 
     def read(self, who: ReaderId = READER, request_id: str = "r", *, complete: bool = True) -> None:
-        """By a reader that comes for it and goes."""
+        """A reader comes for it, reads and goes."""
         reader = self.reader(who)
         reader.closes(reader.opens(request_id), complete=complete)
         reader.goes()
 
     def finish(self, who: ReaderId = READER, request_id: str = "r", lease: int = 1, attempt: int = 0) -> None:
-        """By one that has not opened it."""
+        """A reader that has not opened it closes it."""
         reader = self.reader(who)
         reader.finishes(request_id, lease, attempt=attempt)
         reader.goes()
 
 
 class Speaker:
-    """One reader's stream, as the reader uses it."""
+    """A reader's stream, as the reader uses it."""
 
     def __init__(self, source: ByEvents, who: ReaderId, *, announcing: bool = False) -> None:
         self.source, self.stream = source, next(source._numbers)

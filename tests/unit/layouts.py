@@ -1,4 +1,4 @@
-"""Where the bytes of a drawn engine lie: any axis order, padding, regions, and what is interleaved with what."""
+"""Places of the bytes of a drawn engine: any axis order, padding, regions, and what is interleaved with what."""
 
 from __future__ import annotations
 

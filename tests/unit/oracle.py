@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Need:
-    """One destination element and all the places where it may be read.
+    """A destination element and all the places where it may be read.
 
     optional: a sliding window has passed it, and a replica has dropped it already: that may be the one that is read.
     """
@@ -52,7 +52,7 @@ class Need:
 
 
 def byte_offset(component: Component, position: Mapping[str, int]) -> int:
-    """Where the element at the rank's own logical position lies in the component's region."""
+    """The offset in the component's region of the element at the rank's own logical position."""
     offset = component.offset
     for name in {axis.name for axis in component.axes}:
         rest = position[name]
@@ -105,7 +105,7 @@ def needs(
     destination_tables: Tables,
     tokens: tuple[int, int],
 ) -> list[Need]:
-    """What has to be written. Raises NotHeld where the tables cannot answer the token range."""
+    """Elements that have to be written. Raises NotHeld where the tables cannot answer the token range."""
     first, last = tokens
     for group in destination.groups:
         table = destination_tables[group.name]

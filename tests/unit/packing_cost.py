@@ -1,6 +1,6 @@
 """The CPU time of a staged chunk on its source's event loop: `.venv/bin/python tests/unit/packing_cost.py`.
 
-One stream in this process, 20,000 chunks, copies that do nothing: the machine, its shell, the arena, protobufs. gRPC is
+A stream in this process, 20,000 chunks, copies that do nothing: the machine, its shell, the arena, protobufs. gRPC is
 not in it.
 """
 

@@ -57,7 +57,7 @@ UNSEEN = 1 << 48
 REQUESTS = ("r", "s")
 SEEDS = 1 << 48
 HIGHEST = (1 << 31) - 1
-"""Of the attempts that an order may name: the reservation that it waits for never comes."""
+"""The highest attempt that an order may name: the reservation that it waits for never comes."""
 BLOWS = ("preempt", "preempt", "other prompt", "abort", "abort here", "read", "stream", "restart source",
          "restart reader", "time", "time", "order again", "late")  # fmt: skip
 NOT_DONE = "not done though nothing stands in the way"
@@ -76,7 +76,7 @@ class Violation(AssertionError):
 
 @dataclass(eq=False)
 class Published:
-    """One publish of the source's engine, on all of its ranks. held: ranks where it is not known to be over."""
+    """A publish of the source's engine, on all of its ranks. held: ranks where it is not known to be over."""
 
     number: int
     request_id: str
@@ -92,7 +92,7 @@ class Published:
 
 @dataclass(eq=False)
 class Part:
-    """What one rank of the reading engine received into its blocks."""
+    """The blocks that one rank of the reading engine received into."""
 
     receive: Receive
     rank: int
@@ -121,7 +121,7 @@ class Ordered:
 
 @dataclass(eq=False)
 class Receive:
-    """One reservation of the reading engine for a request, on all of its ranks. number: of its attempt."""
+    """A reservation of the reading engine for a request, on all of its ranks. number: of its attempt."""
 
     request_id: str
     digest: bytes
@@ -140,7 +140,7 @@ class Run:
         self.steps = 0
         self.ends: Counter[str] = Counter()
         self.log: list[str] = []
-        """What was done, as a person reads it."""
+        """The steps, as a person reads them."""
 
     def play(self) -> None:
         BROKE.clear()
@@ -171,15 +171,15 @@ class Run:
         self.given: set[str] = set()
         """The ids of all orders."""
         self.answered: dict[str, tuple[Daemon, str]] = {}
-        """By order id: rank 0's daemon, and the transfer that it has named."""
+        """Keyed by order id: rank 0's daemon, and the transfer that it has named."""
         self.others = 0
         self.numbers = dict.fromkeys(REQUESTS, 0)
-        """Of each request's last attempt, as the reading engine counts."""
+        """The number of each request's last attempt, as the reading engine counts."""
         self.newest: dict[tuple[int, str], tuple[Daemon, int]] = {}
-        """By rank and request: the daemon that has begun an attempt last, and its number."""
+        """For each rank and request: the daemon that has begun an attempt last, and its number."""
         self.bodies: list[OrderBody] = []
         self.attempt_ordered = 0
-        """What routers name in orders that name an attempt; 0 for the next one."""
+        """The attempt that routers name in orders that name one; 0 for the next one."""
         self.prompts = dict.fromkeys(REQUESTS, b"one")
         self.signed = {request_id: self.rng.random() < 0.7 for request_id in REQUESTS}
         self.stopping: list[asyncio.Task[None]] = []
@@ -263,7 +263,7 @@ class Run:
             self._use_otherwise(self.sources[rank], published.blocks)
 
     def publish(self, request_id: str, ranks: list[int] | None = None) -> None:
-        """By all ranks, with steps of everything else in between. Nothing where blocks are missing."""
+        """All ranks publish, with steps of everything else in between. Nothing where blocks are missing."""
         taken = {block for each in self.published if each.held for block in each.blocks}
         blocks = [block for block in range(BLOCKS) if block not in taken][:2]
         if len(blocks) < 2 or self._live(request_id) is not None:
@@ -318,7 +318,7 @@ class Run:
     # ---- the reading engine, and its router ----
 
     def _order(self, request_id: str) -> Order:
-        """Of the engine itself, which may have been told the lease's number by the prefill."""
+        """The engine's own order: it may have been told the lease's number by the prefill."""
         source, way = self.addresses["prefill"][0], "" if self.way == "auto" else self.way
         published = self._live(request_id)
         if published is None or len(published.held) < len(self.sources) or self.rng.random() < 0.5:
@@ -384,7 +384,7 @@ class Run:
             raise Violation("an attempt that was passed begins", f"{number} of {request_id} after {newest}")
 
     def order(self, request_id: str, body: OrderBody | None = None) -> None:
-        """By a router, at any rank. body: that of an order given before."""
+        """A router orders, at any rank. body: that of an order given before."""
         rank = self.rng.choice(sorted(self.readers))
         daemon, leader = self.readers[rank], self.readers[0]
         if body is None:
@@ -430,14 +430,14 @@ class Run:
                 self.answered[body.order_id] = leader, said.transfer_id
 
     def abort(self, request_id: str) -> None:
-        """By the engine, on all ranks."""
+        """The engine aborts, on all ranks."""
         for receive in self.receives:
             receive.aborted |= receive.request_id == request_id
         for daemon in self.readers.values():
             self._call(daemon, daemon.ferry.abort_here, daemon.engine, request_id, "by the engine")
 
     def _parts(self, rank: int) -> list[Part]:
-        """Those of this rank whose blocks are not free."""
+        """Parts of this rank whose blocks are not free."""
         return [part for receive in self.receives if (part := receive.parts.get(rank)) is not None and part.blocks]
 
     def _on_event(self, rank: int, event: engine_pb2.Event) -> None:
@@ -497,7 +497,7 @@ class Run:
             raise Violation("ranks of one request read two publishes", str(numbers))
 
     def _check_why_ended(self, request_id: str) -> None:
-        """Of each source rank the lease was revoked, has expired or is lost; or all reading ranks of one attempt have
+        """The lease of each source rank was revoked, has expired or is lost; or all reading ranks of one attempt have
         read it."""
         for rank in self.sources:
             state, number = self.ended.get((rank, request_id), (LeaseState.REVOKED, 0))
@@ -516,7 +516,7 @@ class Run:
         )
 
     def check(self) -> None:
-        """What must hold after every step."""
+        """Check what must hold after every step."""
         for rank, daemon in self.readers.items():
             for part in self._parts(rank):
                 if part.holds is not None and not np.array_equal(part.holds, self._tags(daemon)[:, part.blocks]):
@@ -615,7 +615,7 @@ class Run:
                 self.publish(request_id)
             case "abort":
                 self.abort(request_id)
-            case "abort here":  # by a router, at one rank
+            case "abort here":  # a router aborts, at one rank
                 daemon = self.readers[self.rng.choice(sorted(self.readers))]
                 for receive in self.receives:
                     receive.aborted |= receive.request_id == request_id
@@ -733,7 +733,7 @@ class Run:
                 raise Violation(*self._why_not_done(receive, how))
 
     def _why_not_done(self, receive: Receive, how: str) -> tuple[str, str]:
-        """(the kind of it, what each rank says). That another rank has failed is no reason."""
+        """(the kind of it, what each rank says). The failure of another rank is no reason."""
         whys = {rank: (why.code, why.message) for rank, why in receive.refused.items()}
         for rank, part in receive.parts.items():
             if part.ended is None:

@@ -27,7 +27,7 @@ BLOCKS, SLOTS, PIECE = 8, 2, 1024
 """Blocks of a cache, tokens of a block, bytes of a token and head in K or V."""
 ARENA = 4 * 4096
 KEY = b"k" * 32
-"""Of every engine's roster."""
+"""The key of every engine's roster."""
 METRICS = Metrics()
 
 
@@ -44,7 +44,7 @@ def stepping() -> Iterator[World]:
 
 
 class Daemon:
-    """One daemon with its engine."""
+    """A daemon with its engine."""
 
     def __init__(self, world: World, address: str, manifest: Manifest, members: dict[int, str], **config: str) -> None:
         self.world, self.address = world, address
@@ -80,7 +80,7 @@ class Daemon:
 
 
 def manifest_of(engine: str, *, rank: int = 0, of: int = 1, heads: int) -> Manifest:
-    """Of one rank of an engine that has `heads` heads in all."""
+    """The manifest of one rank of an engine that has `heads` heads in all."""
     each = heads // of
     layout = attention(heads=each, start=rank * each, total=heads, dim=PIECE // 2, slot=SLOTS, block=BLOCKS)
     return cache(*layout, engine=engine, rank=rank, of=of)

@@ -1,7 +1,8 @@
-"""What lies outside kvferry (the event loop's clock, gRPC, NIXL, memory, copying threads), one step at a time.
+"""The world outside kvferry (the event loop's clock, gRPC, NIXL, memory, copying threads), one step at a time.
 
-Daemons run in this process on one loop without real time. Whatever leaves a daemon waits in `World.pending` until a
-test has it take its next step: a message that arrives, a piece of a read that is sampled or lands, a part of a copy.
+Daemons run in this process on one loop without real time. Everything that leaves a daemon waits in `World.pending`
+until a test has it take its next step: a message that arrives, a piece of a read that is sampled or lands, a part of a
+copy.
 """
 
 from __future__ import annotations
@@ -316,7 +317,7 @@ class Agent:
 
 
 class Flight:
-    """One read under way."""
+    """A read under way."""
 
     def __init__(self, agent: Agent, read: Read) -> None:
         self.agent, self.read = agent, read
@@ -405,7 +406,7 @@ class Process:
 
 
 PROCESS: contextvars.ContextVar[Process] = contextvars.ContextVar("process")
-"""Whose code runs: the one that makes an agent or dials."""
+"""The process whose code runs: the one that makes an agent or dials."""
 
 
 class _Aborted(Exception):
@@ -438,7 +439,7 @@ def _gone() -> grpc.aio.AioRpcError:
 
 
 class Channel:
-    """What generated stubs need of a grpc.aio.Channel."""
+    """The part of a grpc.aio.Channel that generated stubs need."""
 
     def __init__(self, world: World, address: str) -> None:
         self._world, self._address = world, address
@@ -535,7 +536,7 @@ class Unary:
 
 @dataclass(frozen=True)
 class _End:
-    """Of a direction of a stream. error: why; None for an end in good order. cancelled: the client gave up."""
+    """The end of a direction of a stream. error: why; None for an end in good order. cancelled: the client gave up."""
 
     error: grpc.aio.AioRpcError | None = None
     cancelled: bool = False
@@ -709,7 +710,7 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
 
 
 async def _nothing() -> None:
-    """Of a call that nobody answers."""
+    """The answer of a call that nobody answers."""
 
 
 # ---- all of it ----
@@ -732,7 +733,7 @@ class World:
 
     @contextlib.contextmanager
     def within(self, process: Process) -> Iterator[None]:
-        """What is called or started inside runs in this process."""
+        """Calls and starts inside run in this process."""
         token = PROCESS.set(process)
         try:
             yield
@@ -769,7 +770,7 @@ class World:
         return [call for call in self.calls if isinstance(call, Stream) and call.open]
 
     def step(self, choice: int) -> bool:
-        """One step of one of them, and what follows from it; whether there was one."""
+        """A step of one of them, and what follows from it; whether there was one."""
         pending = self.pending()
         if pending:
             pending[choice % len(pending)]()
@@ -793,7 +794,7 @@ class World:
         self.loop.settle()
 
     def dispose(self) -> None:
-        for _ in range(3):  # what ends tells others so, in tasks of its own
+        for _ in range(3):  # ends tell others so, in tasks of their own
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
             with contextlib.suppress(AssertionError):

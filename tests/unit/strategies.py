@@ -53,7 +53,7 @@ class Engine:
     stages: dict[int, int]
     """Pipeline stage by layer."""
     spans: dict[tuple[str, int], list[Span]]
-    """What each tensor-parallel rank holds of a global axis, by (name, total)."""
+    """The spans that each tensor-parallel rank holds of a global axis, by (name, total)."""
     groups: list[Group]
     regions: int
     overlay: bool
@@ -93,12 +93,12 @@ HELD = {
     "encoding": st.sampled_from([None, "nvfp4", "nvfp4", "nvfp4"]),
     "whole": st.sampled_from([("slot",), ("slot",), ("head",), ("dim", "head"), ("dim", "slot"), ()]),
 }
-"""One component as an engine may hold it."""
+"""A component as an engine may hold it."""
 
 
 @st.composite
 def whole_cases(draw: Draw) -> Case:
-    """One component that may not be divided along some axes. Both engines hold it alike but for a thing or two; most
+    """A component that may not be divided along some axes. Both engines hold it alike but for a thing or two; most
     token ranges and tables begin and end where blocks do."""
     prefill = {name: draw(held) for name, held in HELD.items()}
     other = draw(

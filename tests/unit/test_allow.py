@@ -53,7 +53,7 @@ OTHER_PLACES = [
     "6.6.6.6#x.kv.svc:7411", "6.6.6.6%3A80%3Fx.kv.svc:7411", "user@x.kv.svc:7411", "6.6.6.6,x.kv.svc:7411",
     "x.kv.svc:7411\n", "x.kv.svc :7411", "[x.kv.svc]:7411", "fd00::7:7411",
 ]  # fmt: skip
-"""What gRPC takes for an address of another kind, or for another host than the one before the port."""
+"""Texts that gRPC takes for an address of another kind, or for another host than the one before the port."""
 
 
 @pytest.mark.parametrize("address", OTHER_PLACES)

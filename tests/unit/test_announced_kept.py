@@ -1,4 +1,4 @@
-"""What a source announces is kept until it is read, and takes no more memory than there is for it."""
+"""Announcements of a source are kept until they are read, and take no more memory than there is for them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SOURCE, READERS = "127.0.0.1:7001", ("127.0.0.1:7101", "127.0.0.1:7102")
 ORDER = Order("prefill", SOURCE, deadline_s=30.0)
 MOST, HISTORY = 4, 2
 HIGHEST = (1 << 31) - 1
-"""Of the numbers that a router may give."""
+"""The highest number that a router may give."""
 
 
 class Rank:
@@ -287,7 +287,7 @@ def test_orders_that_wait_for_a_lower_attempt_than_one_that_is_over_wait_in_vain
 
 
 def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined(other: Rank) -> None:
-    """What the first one has handed on is lost with it; what the second hands on is not."""
+    """Orders that the first one has handed on are lost with it; those of the second are not."""
     part, engine, members = other.handed(1, replace(ORDER, leader="one")), other.daemon.engine, dict(enumerate(READERS))
 
     def joined(members: dict[int, str], instances: dict[int, str]) -> None:
@@ -308,7 +308,7 @@ def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined
 
 
 def test_what_is_kept_of_attempts_that_are_over_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever numbers and ids are given."""
+    """Any numbers and ids may be given."""
     for each in (parts, requests):
         monkeypatch.setattr(each, "ATTEMPTS", 3)
     rank = Rank(world)

@@ -1,4 +1,4 @@
-"""What `kvferry bench` prints and keeps."""
+"""The table that `kvferry bench` prints and keeps."""
 
 from __future__ import annotations
 

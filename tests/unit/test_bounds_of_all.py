@@ -90,7 +90,7 @@ def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 def _closes_early(held: Leases, request_id: str) -> None:
-    """By a stranger, before its publish."""
+    """A stranger closes it before its publish."""
     held.on(e.Connect(0, ReaderId("decode", "1", 0, 2)))
     held.on(e.Leave(Reading(0, 0), request_id, 1, complete=True))
     held.on(e.Disconnect(0))

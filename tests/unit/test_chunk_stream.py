@@ -58,7 +58,7 @@ class Source(peer_pb2_grpc.PeerServicer):
 
 
 class View(SourceReader):
-    """One lease, as a transfer that does nothing else follows it."""
+    """A lease, as a transfer that does nothing else follows it."""
 
     def __init__(self, source: PeerRank, request_id: str) -> None:
         super().__init__(source, Following(source.rank, request_id, 0, Computed()), (0, ""), self.on)
@@ -111,7 +111,7 @@ class Pair:
         view.close(complete=True)
         async with asyncio.timeout(60):
             while (ended := await self.source.ended.get()).state is not LeaseState.RELEASED:
-                """Those that the test has revoked."""
+                """Skip those that the test has revoked."""
         assert ended.request_id == view.read.request_id
 
     async def view(self, request_id: str) -> View:
@@ -388,7 +388,7 @@ async def test_a_source_that_was_lost_stays_lost(pair: Pair) -> None:
     opened.on(r.Due())
     assert pair.rank.lost
     assert told
-    for request_id in ("later than opened", "another"):  # of which the first is announced
+    for request_id in ("later than opened", "another"):  # the first of them is announced
         with pytest.raises(KvferryError):
             await pair.view(request_id)
     assert pair.rank.lost

@@ -155,7 +155,7 @@ def test_no_page_makes_an_environment_where_make_has_one() -> None:
 
 
 def test_the_first_version_fixes_and_changes_nothing() -> None:
-    """Nobody had what was before it."""
+    """There was nothing before it."""
     first = (ROOT / "CHANGELOG.md").read_text().rpartition("\n## [0.1.0]")[2]
     assert "### Known limits" in first
     assert re.findall(r"^- (Fixed|\*\*Changed).*", first, re.MULTILINE) == []

@@ -52,7 +52,7 @@ def test_a_machine_without_a_gpu_is_fine_for_host_memory(capsys: pytest.CaptureF
     status, told = found(capsys)
     assert status == 0
     assert "no GPU is needed" in told["gpu"][0]["what"]
-    assert "tcp/lo" in told["transports"][0]["what"]  # what UCX really opened
+    assert "tcp/lo" in told["transports"][0]["what"]  # UCX really opened it
     assert {"ipc", "claim", "pid_namespace", "rdma", "memlock", "handles", "roster"} <= told.keys()
 
 
@@ -161,7 +161,7 @@ def test_a_wildcard_stands_for_one_label(host: str, names: list[str], answer: bo
 
 
 def checked(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What a check that fails says on stderr."""
+    """The words of a failing check on stderr."""
     assert (
         main(
             ["serve", "--check", "--rest", "127.0.0.1:0", "--peer", "127.0.0.1:0", "--advertise", "127.0.0.1:9", *flags]

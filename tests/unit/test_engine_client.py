@@ -45,7 +45,7 @@ class Daemon(engine_pb2_grpc.EngineServicer):
         """It was asked to end the session; while `ends` is not set it does not answer."""
         self.ends.set()
         self.instance = ""
-        """Of the daemon that says that the session has ended."""
+        """The instance of the daemon that says that the session has ended."""
         self.refuses = False
         self.lease = 0
         """The number of the last that was published."""
@@ -388,7 +388,7 @@ async def test_what_is_withdrawn_is_safe_or_said_not_to_be_known(both: Both) -> 
 async def test_who_waits_for_a_registration_waits_no_longer_than_for_an_answer(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of much memory it may take minutes; an engine that takes blocks back waits for its publishes."""
+    """Much memory may take minutes; an engine that takes blocks back waits for its publishes."""
     daemon, client = both
     monkeypatch.setattr(engine_module, "FILLED_PER_S", 1)
     client._session.call_timeout_s = 0.1

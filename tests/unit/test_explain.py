@@ -75,11 +75,11 @@ def in_memory(manifest: Manifest, kind: str) -> Manifest:
         ("cuda", "cuda", NHD, "mapped"),
         ("cuda", "cuda", HND, "mapped"),
         ("host", "cuda", NHD, "direct"),
-        ("host", "cuda", HND, "staged"),  # of host memory nothing is mapped
+        ("host", "cuda", HND, "staged"),  # host memory is never mapped
     ],
 )
 def test_the_path_is_the_one_that_daemons_would_take(theirs: str, ours: str, order: str, path: str) -> None:
-    """By their own rule, from the kind of memory on either side."""
+    """Their own rule decides, from the kind of memory on either side."""
     shape: dict[str, Any] = {"layers": range(1 if order == NHD else 80), "slot": 16, "block": 64}
     source = in_memory(cache(*attention(2, dim=8, **shape)), theirs)
     own = in_memory(cache(*attention(2, dim=8, order=order, **shape), engine="decode"), ours)

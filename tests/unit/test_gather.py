@@ -1,5 +1,5 @@
 """The source's side of a staged transfer, without a daemon: what one stream's packings have done, and for how long
-their slots are lent. What is packed, and when, is decided in kvferry.protocol.packing (tests/simulation)."""
+their slots are lent. kvferry.protocol.packing decides what is packed, and when (tests/simulation)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def chunks() -> list[Chunk]:
 
 
 class Reader:
-    """One packing of a whole lease, on a stream of its own."""
+    """A packing of a whole lease, on a stream of its own."""
 
     def __init__(self, gatherer: Gatherer, opening: peer_pb2.PackOpen) -> None:
         self.leases, self._opening = Leases("prefill", "1", lambda lease: None, 4), opening

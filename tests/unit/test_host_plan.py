@@ -1,4 +1,4 @@
-"""What `kvferry host` makes of a command line: pure, so nothing is started here."""
+"""The plan that `kvferry host` makes of a command line: pure, so nothing is started here."""
 
 from __future__ import annotations
 

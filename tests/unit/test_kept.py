@@ -1,4 +1,4 @@
-"""What a keeper allocates and frees for its daemon, and signals from before it hears any."""
+"""A keeper's allocations and frees for its daemon, and signals from before it hears any."""
 
 from __future__ import annotations
 

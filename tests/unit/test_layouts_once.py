@@ -1,4 +1,4 @@
-"""What is equal in the manifests of many peers is kept once, for as long as any of them is known."""
+"""Equal parts in the manifests of many peers are kept once, for as long as any of them is known."""
 
 from __future__ import annotations
 

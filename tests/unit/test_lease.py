@@ -240,7 +240,7 @@ def test_what_waits_for_a_fence_does_not_expire(source: ByEvents) -> None:
 
 @pytest.mark.parametrize("event", [e.Revoke("r", "aborted"), e.Shut("the engine is gone", keep_whole=True)])
 def test_a_lease_that_ends_waits_for_no_fence(source: ByEvents, event: e.SourceEvent) -> None:
-    """What its engine's stream was still to write is not published."""
+    """Later writes of its engine's stream are not published."""
     number = source.publish(fence=1)
     source.on(event)
     assert source.state() is LeaseState.REVOKED and [each.fence for each in source.all(e.CancelFence)] == [1]
@@ -294,7 +294,7 @@ def test_readers_that_gave_up_take_no_place(source: ByEvents) -> None:
 
 
 def test_a_lease_remembers_so_many_readers(source: ByEvents, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of an engine of many ranks, which has not read with all of them."""
+    """An engine of many ranks has not read with all of them."""
     monkeypatch.setattr(readers_module, "MAX_READERS", 8)
     source.publish()
     for rank in range(8):

@@ -1,4 +1,4 @@
-"""One line per event, for people or for machines."""
+"""A line per event, for people or for machines."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ METHOD = "/kvferry.Test/Answer"
 
 @pytest.fixture
 async def answering() -> AsyncIterator[tuple[str, asyncio.Event, asyncio.Event]]:
-    """Where a server listens, when it has been asked, and what it waits for before it answers."""
+    """The address of a server, when it has been asked, and what it waits for before it answers."""
     asked, answer = asyncio.Event(), asyncio.Event()
 
     async def handle(request: bytes, context: object) -> bytes:

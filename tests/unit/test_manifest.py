@@ -79,7 +79,7 @@ def test_other_threads_get_their_turns_while_a_large_manifest_is_read(read: str)
 
     other = threading.Thread(target=count)
     other.start()
-    gc.disable()  # what hypothesis does at each collection gives others a turn
+    gc.disable()  # hypothesis' work at each collection gives others a turn
     try:
         while not turns:
             time.sleep(0)

@@ -1,4 +1,4 @@
-"""What is counted, under which labels, and that labels stay few."""
+"""The counts, their labels, and that labels stay few."""
 
 from __future__ import annotations
 

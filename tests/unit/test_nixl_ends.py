@@ -18,7 +18,7 @@ sys.exit(7)
 
 
 def test_a_destructor_that_crashes_takes_nothing_from_a_process_that_ended_well() -> None:
-    """Where the system has a libibverbs of its own, NIXL's copy of libnl crashes beside the system's as it is
-    unloaded: each daemon that was stopped would end with SIGSEGV."""
+    """If the system has a libibverbs of its own, NIXL's copy of libnl crashes beside the system's as it is unloaded:
+    each daemon that was stopped would end with SIGSEGV."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (7, "all is written\n"), done.stderr

@@ -1,4 +1,4 @@
-"""What follows the end of a transfer waits for those under way, and nobody who looks misses it."""
+"""Notes at the end of a transfer wait for those under way, and nobody who looks misses them."""
 
 from __future__ import annotations
 

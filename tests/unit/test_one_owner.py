@@ -1,4 +1,4 @@
-"""One module of the daemon makes tasks and timers: what it makes has an owner."""
+"""A single module of the daemon makes tasks and timers: what it makes has an owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a stream goes out in order, and together where the other side takes several messages in one."""
+"""Messages that wait for a stream go out in order, and together where the other side takes several in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pip installs: the wheel, the source archive, the extras, and what is said where an extra is missing."""
+"""Packages that pip installs: the wheel, the source archive, the extras, and what is said where an extra is missing."""
 
 from __future__ import annotations
 

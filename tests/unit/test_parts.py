@@ -1,4 +1,4 @@
-"""What a plug-in finds in a layer's tensors, and that ranks of any TP name and shard it alike."""
+"""Parts that a plug-in finds in a layer's tensors, and that ranks of any TP name and shard alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner does, one statement a test. `move` holds every answer against the slow oracle."""
+"""The planner's answers, one statement a test. `move` holds every answer against the slow oracle."""
 
 import numpy as np
 import pytest

@@ -100,7 +100,7 @@ def test_every_rank_may_have_tables_of_its_own() -> None:
 
 
 def test_layers_that_look_alike_are_planned_once_and_cut_once() -> None:
-    """Whatever objects their axes are: those of a manifest that was not read are not shared."""
+    """Their axes may be any objects: those of a manifest that was not read are not shared."""
     layers = tuple(range(6))
     halves = [cache(*attention(2, start=2 * i, total=4, layers=layers), rank=i, of=2) for i in range(2)]
     destination = cache(*attention(4, layers=layers, slot=8, order=HND), engine="decode")

@@ -1,4 +1,4 @@
-"""What the planner refuses, with which code and both values; and what is wrong with tables."""
+"""Refusals of the planner, with which code and both values; and what is wrong with tables."""
 
 import pytest
 from caches import HND, array, attention, cache, move, table

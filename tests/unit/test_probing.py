@@ -1,4 +1,4 @@
-"""Where an engine's own operation puts elements."""
+"""Places at which an engine's own operation puts elements."""
 
 from __future__ import annotations
 

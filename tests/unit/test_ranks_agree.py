@@ -1,5 +1,5 @@
-"""The ranks of one engine, each a whole daemon, and what they say to each other about a request. One step at a time
-(stepwise.py)."""
+"""The ranks of one engine, each a whole daemon, and what they say to each other about a request. They take one step at
+a time (stepwise.py)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ranks:
         self.attempt = 1
         """The number that the engine gives its reservations."""
         self.named: dict[int, Order] = {}
-        """By attempt: the order that the engine gives on every rank, where it names a lease."""
+        """Keyed by attempt: the order that the engine gives on every rank, where it names a lease."""
 
     def _daemon(self, rank: int) -> Daemon:
         manifest = manifest_of("decode", heads=len(RANKS), rank=rank, of=len(RANKS))
@@ -109,7 +109,7 @@ class Ranks:
         return [self.reserve(rank, range(first, first + 4), order=ORDER) for rank in range(len(RANKS))]
 
     def meet(self) -> None:
-        """One request is moved: hands are shaken then, and streams of leases are open."""
+        """A request is moved: hands are shaken then, and streams of leases are open."""
         self.publish(0)
         self.world.run(500)
         for rank in range(len(RANKS)):
@@ -147,7 +147,7 @@ class Ranks:
         self.source.publish("r", range(4))
 
     def come_to_rest(self) -> None:
-        """By the deadline, or what a daemon that stops may take."""
+        """It ends by the deadline, or what a daemon that stops may take."""
         for _ in range(8):
             self.world.run(2000)
             self.world.loop.pass_time(5.0)
@@ -374,7 +374,7 @@ def test_orders_of_one_source_are_completed_by_each_other_and_never_changed() ->
 DEEDS = (Ranks.order, Ranks.order, Ranks.reserve, Ranks.reserve, Ranks.own, Ranks.own, Ranks.own_named,
          Ranks.anew, Ranks.publish, Ranks.abort, Ranks.restart)  # fmt: skip
 DONE_AT = st.tuples(st.sampled_from(DEEDS), st.integers(0, len(RANKS) - 1), st.integers(0, 30), st.integers(0, 7))
-"""What is done, at which rank, the steps before the next, and of which of those under way."""
+"""Deeds: what is done, at which rank, the steps before the next, and of which of those under way."""
 
 
 @seed(int(os.environ["STEPWISE_SEED"]))

@@ -1,4 +1,4 @@
-"""What comes of a load on several ranks, of which one fails and the others hear of it."""
+"""The end of a load on several ranks, of which one fails and the others hear of it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def plain_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> to
 
 
 class Alone:
-    """One rank and one request at a time, without any scheduler."""
+    """A single rank and request at a time, without any scheduler."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layout: str = "NHD", block_size: int = 16) -> None:
         geometry = CacheGeometry.of(config, EngineConfig(layout=layout, block_size=block_size, num_blocks=64), 0)
@@ -313,7 +313,7 @@ def request(length: int, max_tokens: int = 4, **more) -> Request:
 
 
 def run(scheduler: Scheduler, token: int = 7) -> list[int]:
-    """One step; the number of tokens of each request in it."""
+    """Take a step; the number of tokens of each request in it."""
     step = scheduler.schedule()
     sampled = [token for entry in step if entry.samples]
     return [entry.count for entry in scheduler.complete(sampled)]

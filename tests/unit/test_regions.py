@@ -1,4 +1,4 @@
-"""What a session and its engine have taken is given back, also where it comes too late or is not whole."""
+"""Things that a session and its engine have taken are given back, also where they come too late or are not whole."""
 
 from __future__ import annotations
 

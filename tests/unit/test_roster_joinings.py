@@ -1,4 +1,4 @@
-"""What a member does to keep its place in a roster, and what is left of that when its engine leaves."""
+"""A member's way to keep its place in a roster, and what is left of that when its engine leaves."""
 
 from __future__ import annotations
 

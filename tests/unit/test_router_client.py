@@ -120,7 +120,7 @@ def test_a_drained_daemon_says_so(daemon: DaemonService) -> None:
 
 @asynccontextmanager
 async def answering(*answers: bytes, hold: bool = False) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """One canned answer per connection; an empty one closes it. Yields the URL and the requests as they come."""
+    """A canned answer per connection; an empty one closes it. Yields the URL and the requests as they come."""
     left, requests = list(answers), list[bytes]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""What a failed call means."""
+"""The meaning of a failed call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvferry run` makes of a command line: pure, so nothing is started here."""
+"""The plan that `kvferry run` makes of a command line: pure, so nothing is started here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def planned(
     gpus: int = 8,
     **given: object,
 ) -> Plan:
-    """Of settings that the user gave as flags, and a command as a shell reads it."""
+    """The plan of settings that the user gave as flags, and a command as a shell reads it."""
     return plan(
         given, shlex.split(command), environment or {}, folder="/f", gpus=lambda: gpus,
         read=(files or {}).__getitem__, engine_stop_s=60,
@@ -40,7 +40,7 @@ def refused(command: str, environment: Mapping[str, str] | None = None, **more: 
 
 
 def connector(of: Plan) -> dict[str, Any]:
-    """What vLLM is told."""
+    """The settings that vLLM is told."""
     assert of.engine[-2] == "--kv-transfer-config" and of.engine.count("--kv-transfer-config") == 1
     return dict(json.loads(of.engine[-1]))
 

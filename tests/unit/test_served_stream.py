@@ -28,7 +28,7 @@ async def leases() -> Leases:
 
 
 class Reader:
-    """What one reader says, and what it is answered."""
+    """The words of one reader, and the answers to it."""
 
     def __init__(self, leases: Leases) -> None:
         gatherer = Gatherer(cache(*attention()), {}, None, Pairings())

@@ -1,4 +1,5 @@
-"""What makes staged transfers right: a source that knows no destination block cuts exactly as its reader does."""
+"""The reason why staged transfers are right: a source that knows no destination block cuts exactly as its reader
+does."""
 
 from __future__ import annotations
 

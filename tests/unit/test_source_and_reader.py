@@ -137,7 +137,7 @@ def test_an_engine_is_told_which_tokens_have_come(pair: Pair, way: str) -> None:
 
 @pytest.fixture
 def scattering(pair: Pair) -> tuple[Pair, Transfer, Copies]:
-    """One token, which is one chunk, has been packed and read, and waits to be scattered."""
+    """A token, which is one chunk, has been packed and read, and waits to be scattered."""
     pair.source.publish("r", range(1))
     transfer, arena = pair.receive(range(1), "staged", tokens=(0, 1), deadline_s=5.0), pair.reader.engine.arena
     assert arena is not None

@@ -37,7 +37,7 @@ def test_both_sides_sum_alike_until_a_byte_changes(case: Case, chunk_nbytes: int
     mine = cut(wanted, chunk_nbytes)
 
     def theirs(rank: int) -> list[int]:
-        """By what the source knows."""
+        """The sums by what the source knows."""
         chunks = packed_by(rank, case, chunk_nbytes, True, False)
         return HostSums()(chunks, lambda chunk, at: chunk.gather(sources[rank].addresses(), at))
 
@@ -58,7 +58,7 @@ def test_both_sides_sum_alike_until_a_byte_changes(case: Case, chunk_nbytes: int
 
 
 def key(place: int) -> int:
-    """Of the definition, without numpy: SplitMix64 of the word's number, made odd."""
+    """The key by its definition, without numpy: SplitMix64 of the word's number, made odd."""
     whole = (1 << 64) - 1
     mixed = (place + 1) * 0x9E3779B97F4A7C15 & whole
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & whole
@@ -67,7 +67,7 @@ def key(place: int) -> int:
 
 
 def sum_of(held: bytes) -> int:
-    """Of one chunk's bytes: by the byte, so that no width of access is assumed."""
+    """The sum of one chunk's bytes: by the byte, so that no width of access is assumed."""
     return sum(byte * 256 ** (at % 4) * key(at // 4) for at, byte in enumerate(held)) % 2**64
 
 
@@ -92,7 +92,7 @@ def test_the_sum_is_that_of_its_definition(nbytes: int, runs: int, random: Rando
 
 
 def test_a_gpus_chunk_is_summed_alike_on_the_host() -> None:
-    """By slices: each place has its key, wherever a slice begins."""
+    """It is summed in slices: each place has its key, wherever a slice begins."""
     memory = np.random.default_rng(6).integers(0, 256, SLICE_NBYTES + 1000, np.uint8)
     side = Side(np.zeros(1, np.int64), Table(np.zeros(1, np.int64)))
     (chunk,) = cut([Move(0, 0, 0, Batch(len(memory), 1, side, side))], MOST_NBYTES)
@@ -136,7 +136,7 @@ async def test_a_sum_that_hangs_keeps_no_session_from_retiring(monkeypatch: pyte
 
 
 def test_sums_that_are_closed_hold_no_memory() -> None:
-    """Whoever holds them longer: an ended transfer holds its engine, and so the engine's sums."""
+    """Their holder may live longer: an ended transfer holds its engine, and so the engine's sums."""
     memory = np.zeros(64 * 512, np.uint8)
 
     async def used() -> Sums:

@@ -1,4 +1,5 @@
-"""A source of two ranks, read by one: what one says while the other still serves. One step at a time (stepwise.py)."""
+"""A source of two ranks, read by one: what one says while the other still serves. They take one step at a time
+(stepwise.py)."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class Two:
         raise AssertionError("what is under way never ends")
 
     def of_rank(self, rank: int) -> list[Step]:
-        """What one source hears, says and gathers."""
+        """The steps in which a source hears, says and gathers."""
         copies = self.world.copies[rank].queue
         return [*self._calls(SOURCES[rank]), *(copying.step for copying in list(copies)[:1])]
 
@@ -257,7 +258,7 @@ def test_a_plan_that_is_forgotten_each_time_it_was_made_fails_no_transfer(two: T
 
 
 def test_a_rank_that_is_lost_while_another_is_waited_for_is_not_read(two: Two) -> None:
-    """Of a host that has vanished NIXL would say nothing."""
+    """NIXL would say nothing of a host that has vanished."""
     blocks, world = range(4), two.world
     transfer = two.receive("r", blocks, "direct")
     world.run()
@@ -277,7 +278,8 @@ def test_a_rank_that_is_lost_while_another_is_waited_for_is_not_read(two: Two) -
 def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_from(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another handshake or a router, after the handshake has ended and before the transfer that began it goes on."""
+    """It is forgotten by another handshake or a router, after the handshake has ended and before the transfer that
+    began it goes on."""
     blocks, world, peers = range(4), two.world, two.reader.ferry.peers_known
     two.publish("r", blocks)
     world.run()

@@ -1,4 +1,4 @@
-"""What UCX may use of the network, where nobody says otherwise."""
+"""Uses of the network that UCX may make, where nobody says otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferryd.transport import ucx
 @pytest.fixture(autouse=True)
 def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE", "UCX_TLS"):
-        monkeypatch.setenv(name, "")  # what set_up writes is taken back after the test
+        monkeypatch.setenv(name, "")  # writes of set_up are taken back after the test
         monkeypatch.delenv(name)
 
 

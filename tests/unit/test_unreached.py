@@ -1,4 +1,4 @@
-"""What is said where a call to another daemon comes to nothing. gRPC's own words are real, so that a change is seen."""
+"""Errors of a call to another daemon that comes to nothing. gRPC's own words are real, so that a change is seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon refuses at its start because this version cannot do it."""
+"""Refusals of the daemon at its start because this version cannot do it."""
 
 from __future__ import annotations
 

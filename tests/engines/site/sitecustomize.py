@@ -3,7 +3,7 @@
 vLLM's processes wait for each other with os.sched_yield for a second at a time. With more of them than cores, Linux
 6.18 then leaves other processes, even its own threads, without a core for 20 s and more.
 
-SGLang's processes are forked. Where each imports all of it anew, an engine takes three times as long to start.
+SGLang's processes are forked. If each imports all of it anew, an engine takes three times as long to start.
 """
 
 import multiprocessing

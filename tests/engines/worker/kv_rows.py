@@ -20,7 +20,7 @@ class KvRows:
     model_runner: Any
 
     def kv_rows(self, tokens: str) -> list[list[int]]:
-        """Of every `tokens` consecutive slots of a block: a 64-bit hash of all layers' keys and values for each head.
+        """For every `tokens` consecutive slots of a block: a 64-bit hash of all layers' keys and values for each head.
 
         Hashes of equal bytes are equal, whatever the block size and the order of a block in memory. So `tokens` divides
         the block sizes that are compared.
@@ -47,7 +47,7 @@ class KvRows:
 
 
 def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of `cache`, [block, head, slot, content]: pieces small enough to be taken apart in memory."""
+    """Pieces of `cache`, [block, head, slot, content], small enough to be taken apart in memory."""
     return cache.split(max(1, AT_ONCE_NBYTES // (cache[0].numel() * 8)))
 
 
