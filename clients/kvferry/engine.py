@@ -593,7 +593,7 @@ def _end_of_kind(states: type[E], state: str) -> E:
     """The state in which something ended, as an event says. Raises KvferryError (`malformed_event`) for any other."""
     ends = {each.value: each for each in states if each.ended}
     if state not in ends:
-        message, remedy = "the daemon told of an end that is not known", "run the engine and its daemon at one version"
+        message, remedy = "the daemon told of an unknown kind of end", "run the engine and its daemon at one version"
         raise PeerFailed("malformed_event", message, field="state", value=state, remedy=remedy)
     return ends[state]
 

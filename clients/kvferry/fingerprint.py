@@ -19,8 +19,8 @@ def model_fingerprint(
 ) -> str:  # fmt: skip
     """Equal for engines whose KV can be exchanged, whatever path, version, backend or parallelism they have.
 
-    config: of the text model, as transformers has it. dtype: in which it is computed, as torch prints it. name: the
-    checkpoint's folder, or what it is called elsewhere. seed: of weights that are made up, where they are.
+    config: the text model's, as transformers has it. dtype: of the computation, as torch prints it. name: the
+    checkpoint's folder, or its name elsewhere. seed: of random weights.
     """
     fields: dict[str, object] = {field: value for field, value in config.items() if field not in OF_THE_FILE}
     fields |= {"computed_in": [dtype, quantization]}

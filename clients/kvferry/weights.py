@@ -37,8 +37,8 @@ class Weights:
         self._changes = 0
 
     def of(self, since: int) -> str:
-        """The name for what has been computed since this step; one that the daemon refuses (`mixed_weights`) where the
-        weights have been replaced meanwhile."""
+        """The name of the weights since this step. If they have been replaced meanwhile, a name that the daemon refuses
+        (`mixed_weights`)."""
         return f"those before change {self._changes} of {self._engine}" if self.replaced_since(since) else self._name
 
     def replaced_since(self, step: int) -> bool:

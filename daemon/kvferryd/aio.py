@@ -79,7 +79,7 @@ def submit(
 async def made_on(
     hand_over: Callable[[Callable[[], None]], object], make: Callable[[], T], end: Callable[[T], None]
 ) -> T:
-    """Call `make` on the thread to which `hand_over` hands work, and return what it made. If the caller is cancelled
+    """Call `make` on the thread of `hand_over`, and return its result. If the caller is cancelled
     first, the thread calls `end` with it, even when the loop has closed by then."""
     there: concurrent.futures.Future[T] = concurrent.futures.Future()
 

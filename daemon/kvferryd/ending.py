@@ -1,4 +1,4 @@
-"""The end of what has many parts: each step is tried, whatever has become of the steps before it."""
+"""Ends of many steps: each step is tried, even if earlier ones failed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Step:
 
 
 async def ended(steps: Iterable[Step], **about: object) -> frozenset[str]:
-    """Take the steps in their order. The names of those that have failed, or were not taken, each of which has a line
-    in the log. about: what the lines are about."""
+    """Take the steps in their order. Names of steps that failed, or were not taken. Each has a line in the log. about:
+    what the lines are about."""
     failed = set[str]()
     for step in steps:
         if lacks := step.needs & failed:

@@ -89,6 +89,15 @@ def test_every_page_is_in_the_index() -> None:
     assert [name(page) for page in PAGES if page not in listed | {index} and page.parent != ROOT] == []
 
 
+def test_decisions_are_short_and_say_instead_of_what() -> None:
+    headings = re.compile(r"^#{2,3} .*\n", re.MULTILINE)
+    page = (ROOT / "docs" / "decisions.md").read_text()
+    for decision in page.split("\n### ")[1:]:
+        title, text = headings.split(decision)[0].strip().split("\n", 1)
+        assert "\n\nInstead of: " in text, title
+        assert len(text.strip().splitlines()) < 15, f"{title}: rewrite it, or make it two"
+
+
 def test_the_page_of_the_tests_names_files_that_exist_and_every_folder() -> None:
     """In its tables a path is one below tests/."""
     tests = ROOT / "tests"

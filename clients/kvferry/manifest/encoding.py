@@ -48,7 +48,7 @@ def encoding_of(name: str, whose: str) -> str:
 
 
 def meaning(dtype: str, encoding: str | None) -> str:
-    """The encoding of elements of a dtype: the one that is named, else that of the dtype, else opaque."""
+    """The encoding of elements of a dtype: `encoding`, else the dtype's own, else opaque."""
     return encoding or OF_DTYPE.get(dtype) or f"{OPAQUE}{dtype}"
 
 
@@ -62,6 +62,6 @@ def is_known(encoding: str) -> bool:
 
 
 def fits(dtype: str, itemsize: int, encoding: str) -> bool:
-    """Whether elements of this dtype may be so encoded: those of a float dtype as it says itself, others in as many
-    bytes; what is opaque in any."""
+    """Whether elements of this dtype may be so encoded. Float dtypes have their own encoding only, integers any of
+    their width; every dtype may be opaque."""
     return is_opaque(encoding) or (encoding == OF_DTYPE.get(dtype, encoding) and ENCODINGS[encoding] == itemsize)

@@ -155,7 +155,7 @@ class CudaRegion:
 
     @property
     def exported(self) -> cuda.Exported:
-        """The handle by which another process can open the memory, while whoever allocated it lives."""
+        """The handle with which another process opens the memory, while its allocator lives."""
         return cuda.Exported(self._mapping.handle, self.offset, self._mapping.nbytes, self.device.uuid)
 
     @property

@@ -17,9 +17,8 @@ Held: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """More of a lease, or its first part. lease: what it is to be known by if this begins it. number: 0 lets the book
-    count. withdraw: what was published before goes too where this is refused. current: computed by the engine's weights
-    of now, by its own word."""
+    """More of a lease, or its first part. lease: its key if this begins it. number: 0 lets the book count. withdraw: a
+    refusal withdraws earlier publishes too. current: the engine says that its present weights computed it."""
 
     call: Call
     lease: Held

@@ -1,8 +1,8 @@
 """Daemons that serve, stand by and die, and wishes for others that are kept.
 
-The daemon whose turn it is takes over, serves, or drains. Another one stands by. A wish for an upgrade is a number:
-a daemon fulfils it whose own is not lower, as it was started later. Each daemon that something is expected of has a
-time by which it must have come; a daemon that is late is killed, and one that does not even end then is given up.
+The daemon whose turn it is takes over, serves, or drains. Another one stands by. A wish for an upgrade is a number: a
+daemon fulfils it whose own is not lower, as it was started later. Each step that a daemon must take has a deadline. A
+late daemon is killed, and given up if it does not even end then.
 """
 
 from __future__ import annotations

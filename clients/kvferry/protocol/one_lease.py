@@ -31,7 +31,7 @@ def check_first(wanted: Wanted, first: LeaseId, read: LeaseId) -> None:
 
 
 def lease_changed(request_id: str, why: str) -> KvferryError:
-    """The error for an attempt of which one part is of one lease, and another of another."""
+    """The error for an attempt whose parts read different leases."""
     remedy = "try again, in a new attempt: the request was published anew meanwhile"
     return Conflict("lease_changed", why, field="request_id", value=request_id, remedy=remedy)
 

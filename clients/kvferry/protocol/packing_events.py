@@ -66,8 +66,8 @@ class Cut(NamedTuple):
 
 class Gather(NamedTuple):
     """Copy the chunk into a slot as soon as there is one. Answered by Gathered; from then on the slot keeps its bytes
-    for KEPT_S, whatever ends, unless it is given back. behind: when what is to be told now has been told, since to
-    launch a copy takes a while."""
+    for KEPT_S, whatever ends, unless it is given back. behind: after the messages of now, since a launch takes a
+    while."""
 
     at: At
     chunk: int

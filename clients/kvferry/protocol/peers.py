@@ -21,14 +21,13 @@ from kvferry.protocol.values import Sizes
 IDLE_S = 3600.0
 """A peer not read from for so long is forgotten when the next handshake is made; one that is lost at any rate."""
 NAMES = 64
-"""Addresses in orders by which an engine is known, beside those of its ranks. Another one is asked who it is."""
+"""Addresses of an engine in orders, beside those of its ranks. Another one is asked who it is."""
 Effects = list[e.PeersEffect]
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """An engine that was met. number: of its handshake. addresses: by which it is known: those of its ranks, and those
-    that orders named."""
+    """An engine that was met. number: of its handshake. addresses: its ranks', and others that orders named."""
 
     number: int
     engine_id: str

@@ -1,4 +1,4 @@
-"""The readers of one lease: those that read it, and those that have.
+"""The readers of one lease, present and past.
 
 An engine has read a lease when all its ranks have closed it complete in one attempt. A higher attempt takes back what
 the ranks have read in lower ones; so does the first one that somebody else counts, as the daemon of the engine's rank 0

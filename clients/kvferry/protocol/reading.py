@@ -115,8 +115,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """Go by the source's own answer: by what it has told already, where that is wanted and has not ended since, or by
-    what it has now."""
+    """Go by the source's own answer: the one it has given, if that is wanted and has not ended since, or a new one."""
 
 
 @dataclass(frozen=True, slots=True)

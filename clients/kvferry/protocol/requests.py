@@ -1,4 +1,4 @@
-"""Which attempt an order or a reservation belongs to, on one daemon: what waits, what is over, what is kept of it."""
+"""Assigns orders and reservations to attempts, on one daemon: waiting, under way, over."""
 
 from __future__ import annotations
 

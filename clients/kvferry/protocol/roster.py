@@ -26,7 +26,7 @@ class _Roster:
 
     world_size: int
     streams: dict[int, tuple[int, e.Member]] = field(default_factory=dict)
-    """Rank and member of each that is open, in the order in which they came; those of a rank are of one start."""
+    """Rank and member of each open stream, in their order; a rank's streams are of one start."""
     places: dict[int, str] = field(default_factory=dict)
     """The address from which each rank has joined: it comes from nowhere else, also after it has left."""
 

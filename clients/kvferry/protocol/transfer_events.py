@@ -1,4 +1,4 @@
-"""All that the machine of an attempt is told, what it says is to be done, and what it says meanwhile: frozen values."""
+"""Events, tasks (`Do`) and effects of the machine of an attempt: frozen values."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """Hands are shaken. read: source ranks that are read, each with what it has announced. others: those of which there
-    is nothing to read. grain: tokens that are moved together, but for the last."""
+    """Hands are shaken. read: source ranks that are read, each with what it has announced. others: with nothing to
+    read. grain: tokens that are moved together, but for the last."""
 
     epoch: str
     read: Mapping[int, r.Seen | None]

@@ -128,7 +128,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 case "probe":
                     pass
                 case _:
-                    raise Malformed("malformed_command", "the command is none", field="kind", value=kind)
+                    raise Malformed(
+                        "malformed_command", "the command is empty: no kind is set", field="kind", value=kind
+                    )
         except Exception as error:  # noqa: BLE001  see told
             answer.problem.CopyFrom(problem_to_proto(told(error, f"command {kind}")))
         return answer

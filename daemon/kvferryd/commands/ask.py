@@ -14,7 +14,7 @@ from kvferry.router import RouterClient
 from kvferryd.config import Config, bad_config
 
 DONE, NOT_SO = 0, 1
-"""Exit statuses: what was asked for is so, or is not; cli.FAILED is that of an error."""
+"""Exit statuses: yes and no; cli.FAILED is for errors."""
 
 
 def client(config: Config, arguments: argparse.Namespace) -> RouterClient:

@@ -42,7 +42,7 @@ def standing(rows: int) -> Table:
 
 @functools.lru_cache(maxsize=128)
 def shorter(table: Table, nbytes: int, limit: int) -> tuple[Table, Table]:
-    """Rows of runs of `limit` bytes, and those of what is left of each run. Kept: a GPU knows tables by identity."""
+    """Rows of runs of `limit` bytes, and of the rest of each run. Kept: a GPU knows tables by identity."""
     starts, whole = np.arange(0, nbytes, limit), nbytes // limit
     rows = (table.offsets[:, None] + starts).reshape(len(table.offsets), -1)
     return Table(rows[:, :whole].ravel()), Table(rows[:, whole:].ravel())

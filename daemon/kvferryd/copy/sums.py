@@ -1,4 +1,4 @@
-"""Checksums of what was moved: equal on both sides whatever their layouts, and wherever their memory is.
+"""Checksums of moved bytes: equal on both sides, in any layouts and kinds of memory.
 
 Source and destination cut the same moves into the same chunks, in which every run has one place. A chunk's sum is that
 of its 32-bit words, each times the key of its place, modulo 2**64. It needs no order, and no width of access: half a

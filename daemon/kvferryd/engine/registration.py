@@ -79,7 +79,7 @@ class Engine:
     _alone: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """In place of the roster's key where there is no roster."""
     weights: str = ""
-    """The name of those that it has now; empty for those that its manifest's fingerprint stands for."""
+    """The name of its present weights; empty for those of its manifest's fingerprint."""
     _described: asyncio.Future[layout_pb2.Manifest] | None = None
     """The result of `described`, once it was asked for."""
     unseeded: str = ""
@@ -105,7 +105,7 @@ class Engine:
         return await asyncio.shield(self._described)
 
     def has_rank_with(self, key: bytes) -> bool:
-        """Whether who says this key is the daemon of a rank of this engine."""
+        """Whether `key` is this engine's roster key."""
         return bool(self.roster_key) and hmac.compare_digest(self.roster_key, key)
 
     def reader_key(self, source: str) -> bytes:
@@ -313,7 +313,7 @@ def _reader_key(secret: bytes, source: str) -> bytes:
 
 
 def _stops(sums: Sums, copies: Copies, agent: Agent, arena: Callable[[], Arena | None]) -> list[Step]:
-    """In this order: what is launched ends, then what is read, then the arena, which copies from and into the regions.
+    """Ends, in this order: launched copies, reads, and the arena, which copies from and into the regions.
     Each says whether it has stopped."""
 
     async def close_arena() -> bool:

@@ -53,7 +53,7 @@ class Engines:
         self._acting = False
         self._fed = asyncio.Event()
         self._sessions: dict[str, Session] = {}
-        """Also those that end, those whose regions are kept, and the stuck, whose memory must not be freed."""
+        """Includes sessions that end, that keep regions, and stuck ones, whose memory must not be freed."""
         self._attaching: dict[str, asyncio.Future[Session]] = {}
         self._steps = Tasks()
         self.unfreed = Unfreed()

@@ -82,7 +82,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.transfer is not None and files:
         raise Malformed(
             "bad_argument",
-            "--transfer is of a transfer that there was, files are of one that there might be",
+            "--transfer names a past transfer, files describe a possible one",
             field="--transfer",
             value=args.transfer,
             remedy="give one of the two",

@@ -28,7 +28,7 @@ LONGEST = 1 << 14
 
 
 class _Bounded:
-    """At most MOST lines a second of one event, whoever causes them; the next one then says how many were left out."""
+    """At most MOST lines a second of one event; the next line says how many were left out."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}

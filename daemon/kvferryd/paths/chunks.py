@@ -49,7 +49,7 @@ class ChunkStream:
         self._begin()
 
     def _begin(self) -> None:
-        """A gather of all chunks, of which those that are wanted already are asked for."""
+        """A gather of all chunks; the first ones are asked for."""
         self._number, self._stream = self._reader.gather(self, self._opening)
         self._pending = self._message(
             open=self._opening, want=[at for at, since in enumerate(self._wanted_at) if since]

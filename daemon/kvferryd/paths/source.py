@@ -1,5 +1,5 @@
 """A source rank as one transfer reads it: the messages of its lease, and the word that proves it.
-kvferry.protocol.reading decides what is asked, and by which lease it goes."""
+kvferry.protocol.reading decides the lease and the questions."""
 
 from __future__ import annotations
 

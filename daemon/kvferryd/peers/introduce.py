@@ -53,8 +53,7 @@ class Introductions:
     async def ask_all(
         self, engine: Engine, engine_id: str, addresses: Sequence[str], asked: list[PeerRank], *, staging: bool = False
     ) -> list[tuple[PeerRank, dict[int, str]]]:
-        """All of them to the end. Each one that answers is in `asked` at once, to be closed whatever comes of the
-        others."""
+        """All of them to the end. Ranks that answer are in `asked` at once, so they are closed even if others fail."""
 
         async def ask(address: str) -> tuple[PeerRank, dict[int, str]]:
             answer = await self.ask(engine, engine_id, address, staging=staging)

@@ -32,7 +32,7 @@ class MappedMemory:
         self.refusal = ""
         """Why they are not."""
         self.call: grpc.aio.UnaryStreamCall[peer_pb2.MapRequest, peer_pb2.MapReply] | None = None
-        """Open while anything is mapped. Its end means that the memory is gone, or that nobody can tell any more."""
+        """Open while anything is mapped. After its end, treat the memory as gone."""
         self._held: list[CudaRegion] = []
         """The staging arena, so that UCX need not map it for each descriptor."""
         self._runner: Runner | None = None

@@ -129,8 +129,8 @@ class Strands(NamedTuple):
         return sides[0].of(strand).local(tokens), sides[1].of(strand).local(tokens), _lengths(starts, ends)
 
     def _regular(self, sides: tuple[Side, Side], grains: tuple[int, int]) -> Ints | None:
-        """The first token of each segment of a single strand where the edges of one side are among those of the other,
-        and these lie regularly; else None."""
+        """The first token of each segment of a single strand, if one side's edges are among the other's, which lie
+        regularly; else None."""
         (source, own), (grain, own_grain) = sides, grains
         if source.row > 1 or grain % source.step or own_grain % own.step:
             return None

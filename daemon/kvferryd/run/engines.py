@@ -1,5 +1,5 @@
-"""The engines that `kvferry run` knows: the words by which each is recognised, the ranks that its arguments ask for,
-and the options by which it finds their daemons. Pure: words in, words out."""
+"""The engines that `kvferry run` knows: words that start each, the ranks that its arguments ask for, and the options
+that name their daemons. Pure: words in, words out."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ def json_of(transfer: Transfer) -> bytes:
 
 
 def _lead(share: RankTransfer) -> tuple[bool, int, bool, float]:
-    """For comparing ranks. The least is the one that the request waits for; after the end the one that took longest
-    or, where ranks have failed, the first that did so by itself."""
+    """For comparing ranks. The least is the rank that the request waits for; after the end the slowest, or the first to
+    fail by itself."""
     ended = share.state.ended
     at = 0 if ended else list(TransferState).index(share.state)
     its_own = share.error is not None and share.error.code not in OF_ANOTHER

@@ -79,7 +79,7 @@ class Transfer:
         """Reservations that came with the router's order, by rank."""
         self.reservation: Reservation | Past | None = None
         self.weights = ""
-        """The name of those that the engine had when it was reserved: what others have computed is not read."""
+        """The engine's weights at the reservation. KV of other weights is not read."""
         self._machine = Progress()
         self._arisen: deque[t.TransferEvent] = deque()
         """Events that the machine is still to be told; more arise while what it says is done."""
@@ -176,8 +176,8 @@ class Transfer:
         return self._stop is not None or self.ended.is_set()
 
     def _on_lost(self, why: KvferryError) -> None:
-        """The stream to a source rank is over. NIXL says nothing of a vanished host to a read under way, be it of
-        blocks or of the lease's word."""
+        """The stream to a source rank is over. NIXL does not report a vanished host, neither for block reads nor for
+        the word."""
         reading = any(isinstance(flight, Read) and not flight.quiet.done() for flight in self._flights)
         if reading or isinstance(self._machine.do, t.Prove):
             self.stop(TransferState.FAILED, why)

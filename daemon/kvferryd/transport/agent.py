@@ -319,7 +319,7 @@ class Agent:
             self._reads.begin(read)
 
     def _destroy(self) -> None:
-        """The end: what is under way, and what is still asked for, is told so."""
+        """Tell all work, under way or waiting, of the end."""
         with self._in_nixl:
             nixl, self._nixl = self._nixl, None
             if nixl is not None:

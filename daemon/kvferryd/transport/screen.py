@@ -53,7 +53,7 @@ class Screen:
         """Takes all peers that come."""
         self._tasks = Tasks()
         self._next: asyncio.Task[_Process] | None = None
-        """Starts the one that takes them next: one start for all who need it, each of whom may leave."""
+        """Starts the next process: once for all callers, each of which may leave."""
         self._rest = Timer(self._renew)
 
     @property

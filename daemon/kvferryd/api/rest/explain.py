@@ -32,7 +32,7 @@ def routes(ferry: Ferry) -> APIRouter:
 
     def place() -> asyncio.Semaphore:
         if places.locked():
-            raise Full("full", f"{AT_ONCE} explanations are in work", remedy="ask again")
+            raise Full("full", f"{AT_ONCE} explanations are under way", remedy="ask again")
         return places
 
     @router.post("/explain", response_model=dict[str, Any], responses=problems(413, 415, 429))
