@@ -26,6 +26,10 @@ from kvferry.protocol.states import TransferState, moved
 from kvferry.protocol.values import Sizes
 
 Effects = list[t.TransferEffect]
+ANSWERS: dict[type, type] = {
+    t.Met: t.Meet, t.Moved: t.Move, t.Drained: t.Drain, t.Proven: t.Prove, t.Compared: t.Compare
+}  # fmt: skip
+"""What the shell says of how it went, and what it was to do."""
 
 
 class Progress:
@@ -65,8 +69,11 @@ class Progress:
         if self.state.ended:
             return []
         try:
+            if (asked := ANSWERS.get(type(event))) is not None:
+                assert isinstance(self.do, asked), f"{type(event).__name__} answers nothing: {self.do}"
             match event:
                 case t.Match(wanted):
+                    assert self.wanted is None, "it has matched"
                     self.wanted, self.do = wanted, t.Meet()
                     self._move(TransferState.CONNECTING)
                 case t.Told(rank, told):
@@ -204,7 +211,7 @@ class Progress:
 
     def _moved(self, moved: t.Moved, now: float) -> Effects:
         going, move = self._pass, self.do
-        assert isinstance(move, t.Move)
+        assert isinstance(move, t.Move)  # by ANSWERS
         for rank, nbytes in moved.nbytes.items():
             self._say(rank, r.Read(nbytes), now)
         if moved.failed is None or move.states:
