@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import suppress
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
@@ -73,6 +75,9 @@ class EngineClient:
         self.peer_address = ""
         self.device = ""
         self._registering = asyncio.Lock()
+        self._unanswered: dict[int | None, tuple[object, str]] = {}
+        """What the daemon may have been given without this client's knowing it, and the idempotency key of that call:
+        by region, and the manifest."""
         self.resumed = False
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
@@ -104,6 +109,8 @@ class EngineClient:
         refuses.
         """
         client = cls(socket, epoch, call_timeout_s, Book(world_size, resume._book if resume else None))
+        if resume is not None:
+            client._unanswered = resume._unanswered
         attach = engine_pb2.AttachRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=f"kvferry/{__version__}",
             engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, resume=resume.session if resume else "",
@@ -137,15 +144,31 @@ class EngineClient:
     async def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
         """Daemon-owned memory, zeroed, mapped here: on the daemon's GPU, or host memory where it has none.
 
-        It is registered with NIXL once, by the daemon.
+        It is registered with NIXL once, by the daemon. A call that has failed, or was cancelled, can be repeated.
         """
-        request = engine_pb2.AllocateRequest(session=self.session, region=region, nbytes=nbytes)
-        memory = await self._session.call(self._session.stub.Allocate, request, _time_for(nbytes))
-        mapping = asyncio.create_task(self._mapped(memory, region), name="kvferry-map")
+        with self._once(region, nbytes) as key:
+            request = engine_pb2.AllocateRequest(
+                session=self.session, region=region, nbytes=nbytes, idempotency_key=key
+            )
+            memory = await self._session.call(self._session.stub.Allocate, request, _time_for(nbytes))
+            mapping = asyncio.create_task(self._mapped(memory, region), name="kvferry-map")
+            try:
+                return await asyncio.shield(mapping)
+            except asyncio.CancelledError:
+                mapping.add_done_callback(_unmap)
+                raise
+
+    @contextmanager
+    def _once(self, which: int | None, given: object) -> Iterator[str]:
+        """The idempotency key of a call. One that repeats a call which has failed has that one's: the daemon may have
+        done it, and its answer was lost."""
+        before, key = self._unanswered.pop(which, (None, ""))
+        if not key or before != given:
+            key = uuid.uuid4().hex
         try:
-            return await asyncio.shield(mapping)
-        except asyncio.CancelledError:
-            mapping.add_done_callback(_unmap)
+            yield key
+        except BaseException:
+            self._unanswered[which] = given, key
             raise
 
     async def _mapped(self, memory: engine_pb2.Memory, region: int) -> SharedRegion | CudaRegion:
@@ -175,8 +198,16 @@ class EngineClient:
 
         The daemon gives it back when the session ends; until then it must not be freed. again: it is memory that
         `allocate` of a daemon that has gone returned; of GPUs only what `outlives_daemon`.
+        A call that has failed, or was cancelled, can be repeated.
         """
-        memory = engine_pb2.Memory(region=shared.id, nbytes=shared.nbytes, again=again)
+        with self._once(shared.id, (id(shared), shared)) as key:
+            memory = await self._handed_over(shared)
+            memory.again = again
+            request = engine_pb2.AdoptRequest(session=self.session, memory=memory, idempotency_key=key)
+            await self._session.call(self._session.stub.Adopt, request)
+
+    async def _handed_over(self, shared: SharedRegion | CudaMemory | VmmMemory | CudaRegion) -> engine_pb2.Memory:
+        memory = engine_pb2.Memory(region=shared.id, nbytes=shared.nbytes)
         if isinstance(shared, CudaMemory | CudaRegion):
             memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(shared.exported)))
             if isinstance(shared, CudaRegion):
@@ -195,8 +226,7 @@ class EngineClient:
         else:
             ticket = await self._session.hand_over([shared.file])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
-        request = engine_pb2.AdoptRequest(session=self.session, memory=memory)
-        await self._session.call(self._session.stub.Adopt, request)
+        return memory
 
     async def register(self, manifest: Manifest) -> tuple[str, ...]:
         """Describe the cache. Returns the daemon's notes about it, for people. Raises ManifestError.
@@ -213,7 +243,8 @@ class EngineClient:
             self._on(b.Register())
             told: tuple[tuple[str, int], ...] = ()
             try:
-                reply = await self._session.call(self._session.stub.Register, request, timeout_s)
+                with self._once(None, manifest) as request.idempotency_key:
+                    reply = await self._session.call(self._session.stub.Register, request, timeout_s)
                 told = lost
             finally:
                 self._on(b.Registered(told))

@@ -179,7 +179,7 @@ UNDER_WAY: dict[str, Row] = {
     "Engines._attaching": lambda kept: 1,
     "Sessions._attaching": lambda kept: 1,
     "Session.left": lambda kept: len(session_events.Step),
-    "Session._allocating": lambda kept: 1,
+    "Session._given": lambda kept: len(kept.engine.manifest.regions) + 1,
     "Tasks": lambda kept: sum(size for name, size in kept.sizes.items() if name.endswith(TASKS)),
     # These worlds have no rosters, known peers or engines that hand files over.
     **dict.fromkeys(

@@ -283,17 +283,21 @@ class AllocateRequest(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     REGION_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: builtins.int
     session: builtins.str
     region: builtins.int
     nbytes: builtins.int
+    idempotency_key: builtins.str
+    """Names the call. One that repeats it, as its answer was lost, is given the same memory, also in a session that resumes."""
     def __init__(
         self,
         *,
         session: builtins.str = ...,
         region: builtins.int = ...,
         nbytes: builtins.int = ...,
+        idempotency_key: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["nbytes", b"nbytes", "region", b"region", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["idempotency_key", b"idempotency_key", "nbytes", b"nbytes", "region", b"region", "session", b"session"]) -> None: ...
 
 Global___AllocateRequest: typing_extensions.TypeAlias = AllocateRequest
 
@@ -532,7 +536,10 @@ class AdoptRequest(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     MEMORY_FIELD_NUMBER: builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: builtins.int
     session: builtins.str
+    idempotency_key: builtins.str
+    """as of AllocateRequest; the files of a call that repeats another are closed"""
     @property
     def memory(self) -> Global___Memory: ...
     def __init__(
@@ -540,9 +547,10 @@ class AdoptRequest(google.protobuf.message.Message):
         *,
         session: builtins.str = ...,
         memory: Global___Memory | None = ...,
+        idempotency_key: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["memory", b"memory", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["idempotency_key", b"idempotency_key", "memory", b"memory", "session", b"session"]) -> None: ...
 
 Global___AdoptRequest: typing_extensions.TypeAlias = AdoptRequest
 
@@ -554,9 +562,12 @@ class RegisterRequest(google.protobuf.message.Message):
     MANIFEST_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
     LOST_FIELD_NUMBER: builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: builtins.int
     session: builtins.str
     weights: builtins.str
     """the name of those that the engine has now; empty: those that the manifest's fingerprint stands for"""
+    idempotency_key: builtins.str
+    """as of AllocateRequest, in one session"""
     @property
     def manifest(self) -> kvferry.v1.layout_pb2.Manifest: ...
     @property
@@ -568,9 +579,10 @@ class RegisterRequest(google.protobuf.message.Message):
         manifest: kvferry.v1.layout_pb2.Manifest | None = ...,
         weights: builtins.str = ...,
         lost: collections.abc.Iterable[Global___LostLease] | None = ...,
+        idempotency_key: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lost", b"lost", "manifest", b"manifest", "session", b"session", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["idempotency_key", b"idempotency_key", "lost", b"lost", "manifest", b"manifest", "session", b"session", "weights", b"weights"]) -> None: ...
 
 Global___RegisterRequest: typing_extensions.TypeAlias = RegisterRequest
 

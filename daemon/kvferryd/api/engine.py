@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from kvferry import __version__
 from kvferry.digest import check_weights
 from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
+from kvferry.manifest import Manifest
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.outbox import SEVERAL
 from kvferry.protocol.attempts import Attempt, replaced
@@ -143,7 +144,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
         session = self._session(request.session)
-        region = await self._ferry.registry.allocate(session, request.region, request.nbytes)
+        region = await session.once(
+            request.idempotency_key, lambda: self._ferry.registry.allocate(session, request.region, request.nbytes)
+        )
         memory = region.exported(request.region)
         if region.file >= 0:
             ticket = self._handovers.hold(request.session, Files([os.dup(region.file)]))
@@ -155,7 +158,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session, memory = self._session(request.session), request.memory
         ticket = memory.handed.ticket or memory.cuda.ticket or memory.vmm.ticket
         files = self._handovers.take(request.session, ticket) if ticket else Files()
-        await self._ferry.registry.adopt(session, memory, files)
+        try:
+            await session.once(
+                request.idempotency_key, lambda: self._ferry.registry.adopt(session, memory, files.moved())
+            )
+        finally:
+            files.close()
         return memory
 
     @unary
@@ -170,15 +178,21 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_weights(request.weights)
         manifest = await asyncio.to_thread(manifest_from_proto, request.manifest)  # seconds, where it is large
         session = self._session(request.session)  # which may have ended meanwhile
-        engine = await self._ferry.registry.register(session, manifest)
-        engine.weights = request.weights
+        engine = await session.once(request.idempotency_key, lambda: self._register(session, manifest, request.weights))
+        if engine.weights != request.weights:
+            self._ferry.replace_weights(engine, request.weights)
         engine.leases.on(Lose(tuple((each.request_id, each.lease) for each in request.lost)))
+        return engine_pb2.RegisterReply(notes=engine.notes)
+
+    async def _register(self, session: Session, manifest: Manifest, weights: str) -> Engine:
+        engine = await self._ferry.registry.register(session, manifest)
+        engine.weights = weights
         self._ferry.roster.follow(engine)
         self._ferry.peers_known.expect()
         self._ferry.known_peers.look()
         nbytes = sum(region.nbytes for region in manifest.regions)
         log.info("engine registered", **session.rank._asdict(), components=len(manifest.components), bytes=nbytes)
-        return engine_pb2.RegisterReply(notes=engine.notes)
+        return engine
 
     def _publish(self, engine: Engine, request: engine_pb2.PublishRequest) -> engine_pb2.PublishReply:
         check_request_id(request.request_id)

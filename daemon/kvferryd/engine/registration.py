@@ -177,7 +177,7 @@ class Engine:
 
 def check(session: Session, manifest: Manifest) -> None:
     """The session can register, and the manifest describes it. Raises KvferryError."""
-    if session.engine is not None or session.registering:
+    if session.engine is not None:
         raise Conflict(
             "already_registered", f"engine {session.rank.engine_id} registered in this session already",
             field="manifest", value=session.rank.epoch,

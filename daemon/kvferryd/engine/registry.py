@@ -199,14 +199,12 @@ class Engines:
     async def register(self, session: Session, manifest: Manifest) -> Engine:
         """Make the engine's memory readable by peers. Its epoch cannot be used again, but by a session that resumes."""
         check(session, manifest)
-        session.registering = True
         self._feed(e.RegistrationBegun(session.id))
         try:
             session.engine = await make(
                 session, manifest, self._config, self._memory, self._lease_ended, self._on_served
             )
         finally:
-            session.registering = False
             self._feed(e.RegistrationOver(session.id, session.engine is not None, not session.stuck))
         return session.engine
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.outbox import Outbox
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvferryd.engine.registration import Engine
 
 log = logs.get(__name__)
+T = TypeVar("T")
 EVENTS = 1 << 14
 """The most events that wait for an engine to take them, beside those of all leases and transfers that end at once."""
 
@@ -40,13 +41,16 @@ class Session:
         self.unfreed = Unfreed() if unfreed is None else unfreed
         self.rank, self.id, self.resumed = rank, id, before is not None
         self.regions: dict[int, Region] = {}
+        self._given: dict[str, Any] = {}
+        """What calls were given, by their idempotency keys: regions and the engine."""
         if before is not None:
             self.regions, before.regions = before.regions, {}
+            kept = set(self.regions.values())
+            self._given = {key: given for key, given in before._given.items() if given in kept}
+        self._giving = asyncio.Lock()
         self.fences: Fences | None = None
         self.engine: Engine | None = None
         """The rank that is registered."""
-        self.registering = False
-        """`engine` is being made."""
         self.events = Outbox(_several)
         self.most_events = EVENTS
         self.overfull = asyncio.Event()
@@ -65,7 +69,6 @@ class Session:
         """Its agent or its copies could not be stopped: what they read and write is never known to be over."""
         self.held = False
         """Its memory stays, as what reads and writes it is not known to have stopped in time."""
-        self._allocating: set[int] = set()
 
     @property
     def about(self) -> dict[str, str]:
@@ -86,23 +89,32 @@ class Session:
             if len(self.events) > self.most_events:
                 self.overfull.set()
 
+    async def once(self, key: str, give: Callable[[], Awaitable[T]]) -> T:
+        """What `give` makes, or has made for a call of this key before, whose answer was lost. One call waits for the
+        other. Raises KvferryError (`session_closed`)."""
+        async with self._giving:
+            self.check_open()
+            if key in self._given:
+                known: T = self._given[key]
+                return known
+            given = await give()
+            if key:
+                self._given[key] = given
+            return given
+
     async def add(self, id: int, nbytes: int, make: Callable[[], Region]) -> Region:
-        """A new region. Only if the session still stands when it is made."""
+        """A new region, for one call at a time. Only if the session still stands when it is made."""
         if nbytes <= 0:
             raise Malformed(
                 "malformed_region", "a region needs at least one byte", field="nbytes", value=nbytes,
                 remedy="ask for the bytes that the cache needs",
             )  # fmt: skip
-        if id in self.regions or id in self._allocating or self.registering or self.engine is not None:
+        if id in self.regions or self.engine is not None:
             raise Conflict(
                 "region_taken", f"region {id} exists, or the engine has registered already", field="region", value=id,
                 remedy="allocate each region once, before registering",
             )  # fmt: skip
-        self._allocating.add(id)
-        try:
-            region = await self.made(make)
-        finally:
-            self._allocating.discard(id)
+        region = await self.made(make)
         try:
             self.check_open()
         except KvferryError:

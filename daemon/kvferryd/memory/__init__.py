@@ -36,6 +36,11 @@ class Files:
         for number in numbers:
             os.close(number)
 
+    def moved(self) -> Files:
+        """The same descriptors, which are those of the other from now on."""
+        numbers, self.numbers = self.numbers, []
+        return Files(numbers)
+
     def __enter__(self) -> list[int]:
         return self.numbers
 

@@ -1,0 +1,154 @@
+"""What the daemon did for a call whose answer was lost is given to the call that repeats it, or to nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from fleet import TIMEOUT_S, Daemons, owned_regions, until
+from ranks import Blocks, Shape, describe
+
+from kvferry.engine import EngineClient
+from kvferry.errors import KvferryError
+from kvferry.memory import SharedRegion, memfd_region
+from kvferry.memory.handover import SUFFIX
+from kvferryd.demo.fleet import DaemonService
+
+pytestmark = pytest.mark.anyio
+T = TypeVar("T")
+SHAPE = Shape.tp(1, num_blocks=16)
+NBYTES = SHAPE.nbytes(0)
+
+
+class Between:
+    """Stands between an engine and its daemon. While `passes` is not set no answer comes through."""
+
+    def __init__(self, daemon: DaemonService, folder: Path) -> None:
+        self.path, self._daemon = str(folder / "engine.sock"), daemon
+        self.passes = asyncio.Event()
+        self.passes.set()
+        self._writers: list[asyncio.StreamWriter] = []
+        Path(self.path + SUFFIX).symlink_to(f"{daemon.socket}{SUFFIX}")
+
+    async def serve(self, stack: AsyncExitStack) -> None:
+        server = await asyncio.start_unix_server(self._between, self.path)
+        stack.callback(server.close)
+        stack.callback(self.cut)
+
+    async def _between(self, commands: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
+        events, said = await asyncio.open_unix_connection(str(self._daemon.socket))
+        self._writers += [answers, said]
+        always = asyncio.Event()
+        always.set()
+        try:
+            await asyncio.gather(self._pass(commands, said, always), self._pass(events, answers, self.passes))
+        except OSError:
+            self.cut()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passes: asyncio.Event) -> None:
+        while some := await reader.read(1 << 16):
+            await passes.wait()
+            writer.write(some)
+            await writer.drain()
+        writer.close()
+
+    def cut(self) -> None:
+        """End the connections that there are."""
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+
+@pytest.fixture(scope="module")
+async def daemon(daemons: Daemons) -> DaemonService:
+    return (await daemons.start("lossy"))[0]
+
+
+@pytest.fixture
+async def between(daemon: DaemonService, tmp_path: Path, stack: AsyncExitStack) -> Between:
+    between = Between(daemon, tmp_path)
+    await between.serve(stack)
+    return between
+
+
+async def repeated(between: Between, client: EngineClient, call: Callable[[], Awaitable[T]]) -> T:
+    """Its result the second time; the first time it is answered too late."""
+    patience_s, client._session.call_timeout_s = client._session.call_timeout_s, 1
+    between.passes.clear()
+    with pytest.raises(KvferryError) as late:
+        await call()
+    assert late.value.code == "deadline"
+    between.passes.set()
+    client._session.call_timeout_s = patience_s
+    return await call()
+
+
+async def test_a_call_that_repeats_one_is_answered_as_that_was(
+    daemon: DaemonService, between: Between, request_id: str
+) -> None:
+    before = owned_regions(daemon)
+    async with await EngineClient.connect(between.path, engine_id="lossy", epoch=request_id) as client:
+        region = await repeated(between, client, lambda: client.allocate(NBYTES))
+        assert isinstance(region, SharedRegion)
+        own = memfd_region(NBYTES, 1)
+        await repeated(between, client, lambda: client.adopt(own))
+        assert owned_regions(daemon) == before + 1
+        manifest = describe("lossy", request_id, SHAPE, 0, region)
+        notes = await repeated(between, client, lambda: client.register(manifest))
+        await client.publish(request_id, Blocks((3, 1, 4, 15), 9).tables(), 50)
+        for call, code in (
+            (client.allocate(NBYTES), "region_taken"),
+            (client.adopt(own), "region_taken"),
+            (client.register(manifest), "already_registered"),
+        ):
+            with pytest.raises(KvferryError) as refused:
+                await call
+            assert refused.value.code == code, "the first of them was answered"
+        assert notes == ()
+        own.close()
+        region.close()
+
+
+async def test_memory_whose_answer_the_end_of_the_session_has_taken_is_had_in_the_next_one(
+    daemon: DaemonService, between: Between, request_id: str
+) -> None:
+    before = owned_regions(daemon)
+
+    async def allocated() -> bool:
+        return owned_regions(daemon) == before + 1
+
+    async with await EngineClient.connect(between.path, engine_id="cut", epoch=request_id) as client:
+        between.passes.clear()
+        allocating = asyncio.create_task(client.allocate(NBYTES))
+        await until(allocated, "the daemon has allocated it")
+        between.cut()
+        with pytest.raises(KvferryError):
+            await allocating
+        between.passes.set()
+        await asyncio.wait_for(client.over.wait(), TIMEOUT_S)
+        async with await EngineClient.connect(
+            between.path, engine_id="cut", epoch=request_id, resume=client, timeout_s=TIMEOUT_S
+        ) as again:
+            assert again.resumed
+            region = await again.allocate(NBYTES)
+            assert isinstance(region, SharedRegion) and not region.array().any()
+            assert await allocated(), "there is one"
+            region.close()
+
+
+async def test_memory_that_could_not_be_fetched_is_fetched_by_the_next_call(
+    daemon: DaemonService, between: Between, request_id: str
+) -> None:
+    async with await EngineClient.connect(between.path, engine_id="unfetched", epoch=request_id) as client:
+        door = between.path + SUFFIX
+        os.rename(door, door + ".away")
+        with pytest.raises(KvferryError) as failed:
+            await client.allocate(NBYTES)
+        assert failed.value.code == "handover_failed"
+        os.rename(door + ".away", door)
+        (await client.allocate(NBYTES)).close()
