@@ -111,6 +111,7 @@ class BlockingEngineClient:
         """attach: EngineClient.connect for this rank; it still takes timeout_s and resume."""
         self._daemon, self._attach = f"the daemon on {socket}", attach
         self._loop = asyncio.new_event_loop()
+        self._over = False
         self._thread = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
         self._gone = threading.Event()
         """The loop is closed. (A thread that `join` was interrupted for is taken for ended while it runs.)"""
@@ -161,7 +162,11 @@ class BlockingEngineClient:
 
     def _run(self) -> None:
         """The thread: it ends with `_end`, whoever waits for that."""
-        self._loop.run_forever()
+        while not self._over:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:  # noqa: BLE001  a callback of a caller's has raised SystemExit
+                self._loop.call_exception_handler({"message": "a callback failed", "exception": error})
         self._loop.close()
         self._gone.set()
 
@@ -347,7 +352,11 @@ class BlockingEngineClient:
                                     other.cancel()
                             await asyncio.wait(others)
         finally:
-            self._loop.call_soon(self._loop.stop)  # behind it the future of this is done
+            self._loop.call_soon(self._stop)  # behind it the future of this is done
+
+    def _stop(self) -> None:
+        self._over = True
+        self._loop.stop()
 
     def __enter__(self) -> BlockingEngineClient:
         return self

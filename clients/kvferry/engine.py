@@ -271,7 +271,7 @@ class EngineClient:
         async with self._opening:
             if self.fences is None:
                 page = self._page = self._page or Fences()
-                await asyncio.to_thread(page.register, cuda.device(f"cuda:{device}"))
+                await asyncio.to_thread(lambda: page.register(cuda.device(f"cuda:{device}")))
                 ticket = await self._session.hand_over([page.file])
                 request = engine_pb2.OpenFencesRequest(session=self.session, ticket=ticket)
                 try:
@@ -546,7 +546,10 @@ class EngineClient:
             await self._session.close(leave=leave)
         finally:
             if self._page is not None:
-                self._page.close()
+                try:
+                    await asyncio.to_thread(self._page.close)  # the GPU may hold its registration up
+                except RuntimeError:  # the interpreter exits, and begins nothing on threads any more
+                    self._page.close()
 
     async def __aenter__(self) -> EngineClient:
         return self

@@ -109,6 +109,8 @@ class Session:
     async def hand_over(self, files: Sequence[int]) -> str:
         """As `handover.hand_over`, on a thread, with descriptors of its own: a caller that is cancelled may close the
         files at once."""
+        if self._closing:
+            raise session_closed()
         copies = [os.dup(file) for file in files]
 
         def handed() -> tuple[str, Process | None]:

@@ -23,6 +23,8 @@ from kvferry import engine as engine_module
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import EngineClient, TransferFailed, Unsettled
 from kvferry.errors import KvferryError
+from kvferry.memory import memfd_region
+from kvferry.memory.fences import Fences
 from kvferry.outcomes import Pending
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
@@ -407,6 +409,7 @@ async def test_who_waits_for_a_registration_waits_no_longer_than_for_an_answer(
 
 CALLS: dict[str, Callable[[EngineClient], Awaitable[object]]] = {
     "allocate": lambda client: client.allocate(1),
+    "adopt": lambda client: client.adopt(memfd_region(1)),
     "publish": lambda client: client.publish("R", TABLES, 5),
     "receive": lambda client: client.receive("R", TABLES),
     "abort": lambda client: client.abort("R"),
@@ -518,6 +521,25 @@ def test_a_call_that_would_never_end_is_cancelled_by_close(monkeypatch: pytest.M
         assert begun.cancelled()
         with pytest.raises(KvferryError, match="the session is closed"):
             calling.result(60)
+
+
+def test_a_callback_that_exits_ends_no_client(caplog: pytest.LogCaptureFixture) -> None:
+    """SystemExit ends the loop that runs the callback."""
+    client, said = BlockingEngineClient("/nowhere", EngineClient.connect), asyncio.Event()
+
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    client.start(said.wait()).add_done_callback(leave)
+
+    async def say() -> None:
+        said.set()
+
+    client.call(say())
+    client.call(asyncio.sleep(0.01), 10)
+    client.close()
+    assert client._loop.is_closed()
+    assert "SystemExit" in caplog.text
 
 
 def test_close_waits_for_what_a_task_under_way_begins_at_its_end() -> None:
@@ -638,6 +660,36 @@ async def test_a_close_that_is_cancelled_ends_the_session_all_the_same(both: Bot
     assert client.closed.is_set()
     with pytest.raises(KvferryError, match="closed"):
         await client.publish("R", TABLES, 2)
+
+
+class SlowGpu:
+    """A driver that registers memory only when the GPU has time."""
+
+    def __init__(self) -> None:
+        self.begun, self.going, self.went, self.closed = threading.Event(), threading.Event(), False, False
+
+    def register(self, address: int, nbytes: int) -> Any:
+        self.begun.set()
+        self.went = self.going.wait(10)
+        return self
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_close_that_waits_for_the_gpu_holds_up_nothing_else(both: Both) -> None:
+    _, client = both
+    page, gpu = Fences(), SlowGpu()
+    client._page = page
+    registering = asyncio.create_task(asyncio.to_thread(page.register, gpu))  # type: ignore[arg-type]
+    await asyncio.to_thread(gpu.begun.wait, 60)
+    closing = asyncio.create_task(client.close())
+    await client.over.wait()
+    gpu.going.set()
+    await registering
+    await asyncio.wait_for(closing, 60)
+    assert gpu.went, "the loop stood still until it was too late"
+    assert gpu.closed
 
 
 HANDOVERS = """
