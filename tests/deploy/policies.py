@@ -1176,11 +1176,11 @@ def llm_ds_sidecar_stands_before_decode(cluster: Cluster) -> Iterator[str]:
         yield "llm-d's gateway does not reach the engines"
 
 
-def _argument(name: str, value: str | None, role: str = "prefill") -> Loss:
-    """None removes it."""
+def _argument(name: str, value: str | None) -> Loss:
+    """Of the engine that prefills. None removes it."""
 
     def lose(cluster: Cluster) -> None:
-        container, flag = _of(role, cluster).engine, f"--{name}"
+        container, flag = _of("prefill", cluster).engine, f"--{name}"
         container["args"] = [one for one in container["args"] if one.partition("=")[0] != flag]
         if value is not None:
             container["args"].append(f"{flag}={value}")
@@ -1199,7 +1199,6 @@ def _argument(name: str, value: str | None, role: str = "prefill") -> Loss:
     role=_argument("disaggregation-mode", "decode"),
     too_few_daemons=_argument("tp-size", "4"),
     loopback=_argument("host", None),
-    overlap=_argument("disable-overlap-schedule", None, "decode"),
     unmeasured=_argument("enable-metrics", None),
     probed_by_tokens=on_engine(
         lambda engine: set_variable(engine.engine, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", None)
@@ -1230,8 +1229,6 @@ def sglang_finds_its_daemons(cluster: Cluster) -> Iterator[str]:
             yield f"{engine.name}: another backend"
         if engine.argument("host") != "0.0.0.0":
             yield f"{engine.name} is heard by itself only"
-        if role == "decode" and "--disable-overlap-schedule" not in engine.engine["args"]:
-            yield f"{engine.name}: a step that is under way may write to a page of the next request"
         if "--enable-metrics" not in engine.engine["args"]:
             yield f"{engine.name} has no metrics"
         if named.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") != "false":

@@ -38,7 +38,10 @@ class Rank:
         manager.source, manager.drain = lambda address: SOURCE, lambda room, receiver: None
         self.queue: Any = object.__new__(DecodePreallocQueue)
         self.queue.kv_manager, self.queue.queue, self.queue.metadata_buffers = manager, [], None
-        self.queue.transfer_backend = TransferBackend(BACKEND)
+        self.queue.transfer_backend, self.queue.scheduler = (
+            TransferBackend(BACKEND),
+            SimpleNamespace(enable_overlap=False),
+        )
 
     def _receive(self, request_id: str, *_: object, attempt: int, **__: object) -> Any:
         self.given.append(attempt)

@@ -1,4 +1,4 @@
-"""SGLang's sender at a real daemon, and the numbers of its receivers, without an engine around them."""
+"""SGLang's sender at a real daemon, and what its receivers order and when, without an engine around them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,35 @@ def test_what_becomes_of_a_request_on_one_rank_changes_no_number_of_later_ones()
     daemon."""
     first, second = _said_by("sglang_numbers.py")
     assert (first, second) == ([1, 1, 2], [1, 2])
+
+
+@pytest.fixture(scope="module")
+def overlap() -> dict[str, Any]:
+    """By sglang_overlap.py."""
+    told: dict[str, Any] = _said_by("sglang_overlap.py")
+    return told
+
+
+def test_a_receive_begins_behind_the_step_that_still_writes_to_its_pages(overlap: dict[str, Any]) -> None:
+    """SGLang waits for no step of a CUDA graph, which writes one more token of a request that has ended."""
+    told = overlap["graphs"]
+    assert told["holds"] == ["received"]
+    assert told["arrived"] and told["receives"] == 1
+    assert told["under way"] and not told["at once"], "the scheduler has not waited for the step"
+
+
+def test_a_receive_begins_at_once_where_no_step_is_under_way(overlap: dict[str, Any]) -> None:
+    """An eager step has ended when SGLang knows the pages' numbers; without overlap, when it knows its tokens."""
+    for scene in ("eager", "no overlap"):
+        told = overlap[scene]
+        assert told["holds"] == ["received"]
+        assert told["arrived"] and told["at once"] and not told["under way"], scene
+
+
+def test_a_request_that_leaves_before_its_receive_has_begun_receives_nothing(overlap: dict[str, Any]) -> None:
+    told = overlap["leaves"]
+    assert told["receives"] == 0
+    assert told["quiet"] and not told["arrived"]
 
 
 def _told(*arguments: str) -> dict[str, Any]:

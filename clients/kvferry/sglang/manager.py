@@ -91,9 +91,8 @@ class Manager(BaseKVManager):
         prefill, ours = self.sources.get(address), self.rank.encoding
         if prefill is not None and prefill.encoding != ours:
             theirs = f"{prefill.kv_cache_dtype} ({prefill.encoding})"
-            why = (
-                f"prefill at {address} has a KV cache of {theirs}, decode of {self.kv_args.kv_cache_dtype_str} ({ours})"
-            )
+            ours = f"{self.kv_args.kv_cache_dtype_str} ({ours})"
+            why = f"prefill at {address} has a KV cache of {theirs}, decode of {ours}"
             remedy = "start both engines with the same --kv-cache-dtype"
             raise Conflict("other_cache_type", why, field="kv_cache_dtype", value=theirs, remedy=remedy)
         return prefill.source if prefill is not None else None

@@ -97,11 +97,16 @@ def _hook() -> None:
         HookRegistry.register(target, hook, HookType[when])
 
 
-def _place(create: Callable[[Any], None], pool: Any) -> None:
+def _rank() -> Any:
+    """This process's, where its engine is one side of a pair that kvferry serves; otherwise None."""
     from kvferry.sglang.rank import chosen, this_rank
 
-    if chosen():
-        this_rank().place(create, pool)
+    return this_rank() if chosen() else None
+
+
+def _place(create: Callable[[Any], None], pool: Any) -> None:
+    if rank := _rank():
+        rank.place(create, pool)
     else:
         create(pool)
 
@@ -117,7 +122,7 @@ def _bind_receiver(create: Callable[..., Any], queue: Any, req: Any, *rest: obje
     if isinstance(queue.kv_manager, Manager) and req.bootstrap_host is None:  # SGLang's scheduler would end by that
         req.bootstrap_host, req.bootstrap_port = HOST, PORT
     decode_req = create(queue, req, *rest, **more)
-    _bind(decode_req.kv_receiver, req, queue.metadata_buffers)
+    _bind(decode_req.kv_receiver, req, queue)
     return decode_req
 
 
@@ -136,49 +141,38 @@ def _release_when_quiet(manager: Any, queue: Any) -> None:
 
 
 def _wait_when_idle(_: None, scheduler: Any) -> None:
-    from kvferry.sglang.rank import chosen, this_rank
-
-    if chosen() and not scheduler.is_fully_idle():
+    if (rank := _rank()) and not scheduler.is_fully_idle():
         channels = scheduler.ipc_channels
-        this_rank().idle.wait(channels.recv_from_tokenizer, channels.recv_from_rpc)
+        rank.idle.wait(channels.recv_from_tokenizer, channels.recv_from_rpc)
 
 
 def _replace_weights(replace: Callable[..., Any], updater: Any, said: Any) -> Any:
-    from kvferry.sglang.rank import chosen, this_rank
-
-    if not chosen() or getattr(said, "action", "reset_tensors") != "reset_tensors":  # check_weights has harmless ones
+    # check_weights has harmless actions
+    if not (rank := _rank()) or getattr(said, "action", "reset_tensors") != "reset_tensors":
         return replace(updater, said)
     folder = said.model_path if replace.__name__ == "update_weights_from_disk" else ""
-    return this_rank().updates.part(replace.__name__, lambda: replace(updater, said), folder)
+    return rank.updates.part(replace.__name__, lambda: replace(updater, said), folder)
 
 
 def _name_weights(_: None, scheduler: Any, new_version: str | None) -> None:
-    from kvferry.sglang.rank import chosen, this_rank
-
-    if chosen() and new_version is not None:
-        this_rank().updates.tell(new_version)
+    if new_version is not None and (rank := _rank()):
+        rank.updates.tell(new_version)
 
 
 def _note_adapter(result: Any, manager: Any, lora_ref: Any) -> None:
-    from kvferry.sglang.rank import chosen, this_rank
-
-    if result.success and chosen():
-        this_rank().adapters.loaded(lora_ref.lora_id, lora_ref.lora_path)
+    if result.success and (rank := _rank()):
+        rank.adapters.loaded(lora_ref.lora_id, lora_ref.lora_path)
 
 
 def _count_step(run: Callable[..., Any], scheduler: Any, *rest: Any, **more: Any) -> Any:
-    from kvferry.sglang.rank import chosen, this_rank
-
-    if chosen():
-        this_rank().weights.step += 1
+    if rank := _rank():
+        rank.weights.step += 1
     return run(scheduler, *rest, **more)
 
 
 def _note_flush(flushed: bool, scheduler: Any, *_: object, **__: object) -> None:
-    from kvferry.sglang.rank import chosen, this_rank
-
-    if flushed and chosen():
-        this_rank().cached_since = this_rank().weights.step + 1
+    if flushed and (rank := _rank()):
+        rank.cached_since = rank.weights.step + 1
 
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"

@@ -23,7 +23,7 @@ from kvferry.tables import BlockTable
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from sglang.srt.disaggregation.utils import MetadataBuffers
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_batch import Req
 
 
@@ -39,14 +39,15 @@ class Receiver(BaseKVReceiver):
 
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.kv_mgr, self.bootstrap_addr, self._room = mgr, bootstrap_addr, bootstrap_room or 0
-        self.abort_notified = False
-        self._prompt = Prompt(0, b"")
+        self._prompt, self.abort_notified = Prompt(0, b""), False
         self._origin: Origin | None = None
         self._first_token: int | None = None
         """Known where another kind of engine has prefilled; otherwise it comes with the KV."""
-        self._rows: Any = None
-        """SGLang's MetadataBuffers."""
+        self._queue: Any = None
         self._aux = self._attempt = 0
+        self._table: BlockTable | None = None
+        self._under_way: Any = None
+        """A CUDA event behind the steps that may still write to these pages: a request that had them has ended."""
         self._receipt: Receipt | None = None
         self._quiesced: Future[None] | None = None
         self.conclude_state: int | None = None
@@ -56,13 +57,10 @@ class Receiver(BaseKVReceiver):
         except KvferryError as error:
             self._fail(reason(error))
 
-    def bind(self, req: Req, rows: MetadataBuffers) -> None:
+    def bind(self, req: Req, queue: DecodePreallocQueue) -> None:
         """To the request whose KV is wanted, and number the attempt: on every rank in the order of the first rank's
-        broadcast, whatever becomes of a request on one of them.
-
-        rows: of all requests, where SGLang looks for the first token.
-        """
-        self._prompt, self._rows = Prompt.of(req, self.kv_mgr.rank.adapters), rows
+        broadcast, whatever becomes of a request on one of them."""
+        self._prompt, self._queue = Prompt.of(req, self.kv_mgr.rank.adapters), queue
         if self.bootstrap_addr == ADDRESS:
             self.kv_mgr.prefill_info_table[ADDRESS] = PREFILL
             try:
@@ -88,24 +86,32 @@ class Receiver(BaseKVReceiver):
         decode_prefix_len: int | None = None, destination: KVTransferDestination = KVTransferDestination.DEVICE,
     ) -> None:  # fmt: skip
         """SGLang has allocated these pages for what follows the first `decode_prefix_len` tokens, which it has."""
-        manager, origin, first = self.kv_mgr, self._origin, decode_prefix_len or 0
-        self._aux = aux_index or 0
-        assert origin is not None
-        if first and manager.rank.weights.replaced_since(manager.rank.cached_since):
-            why = f"other weights, which have been replaced, computed the first {first} tokens, which are cached here"
-            self._fail(reason(Conflict("mixed_weights", why, remedy="flush the cache after each update")))
+        self._aux, self._table = aux_index or 0, BlockTable.of(kv_indices.tolist(), decode_prefix_len or 0)
+        if (scheduler := self._queue.scheduler).enable_overlap and self.kv_mgr.rank.on_gpu:
+            self._under_way = scheduler.forward_stream.record_event()
+        self._receive_once_written()
+
+    def _receive_once_written(self) -> None:
+        """Order the receive, unless this has failed or a step is still under way: SGLang polls again."""
+        manager, origin, table = self.kv_mgr, self._origin, self._table
+        if self.conclude_state is not None or table is None or (self._under_way and not self._under_way.query()):
             return
+        assert origin is not None
+        self._table, first = None, table.first_token
         try:
+            if first and manager.rank.weights.replaced_since(manager.rank.cached_since):
+                why = f"other weights, which have been replaced, computed the first {first} tokens, which are cached"
+                raise Conflict("mixed_weights", why, remedy="flush the cache after each update")
             self._receipt = manager.rank.daemon.receive(
-                origin.request_id, {GROUP: BlockTable.of(kv_indices.tolist(), first)},
-                (first, origin.num_tokens), source=origin.source, deadline_s=manager.timeout_s,
-                digest=origin.digest, attempt=self._attempt,
+                origin.request_id, {GROUP: table}, (first, origin.num_tokens), source=origin.source,
+                deadline_s=manager.timeout_s, digest=origin.digest, attempt=self._attempt,
             )  # fmt: skip
             manager.rank.idle.wake_after(self._receipt)
-        except KvferryError as error:  # the client is closed
+        except KvferryError as error:  # or the client is closed
             self._fail(reason(error))
 
     def poll(self) -> Any:
+        self._receive_once_written()
         if self.conclude_state is None and self._receipt is not None and self._receipt.done():
             error = self._receipt.exception()
             if error is None:
@@ -132,8 +138,8 @@ class Receiver(BaseKVReceiver):
             ctypes.memmove(address, metadata[at : at + nbytes], nbytes)
             at += nbytes
         if self._first_token is not None:
-            self._rows.output_ids[self._aux, 0] = self._first_token
-            self._rows.bootstrap_room[self._aux, 0] = self._room
+            self._queue.metadata_buffers.output_ids[self._aux, 0] = self._first_token
+            self._queue.metadata_buffers.bootstrap_room[self._aux, 0] = self._room
         self.conclude_state = KVPoll.Success
 
     def _fail(self, why: str) -> None:

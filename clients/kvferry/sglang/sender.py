@@ -47,16 +47,14 @@ class Sender(BaseKVSender):
     def __init__(
         self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
-        self.kv_mgr, self._room = mgr, bootstrap_room
-        self._daemon = mgr.rank.daemon
-        self._prompt = Prompt(0, b"")
+        self.kv_mgr, self._room, self._daemon = mgr, bootstrap_room, mgr.rank.daemon
+        self._prompt, self._why = Prompt(0, b""), ""
         self._pages: list[int] = []
         self._expected = self._aux = self._begun = 0
         self._began: float | None = None
         self._end: Future[LeaseState] | None = None
         """Of the lease, once all of it has been sent."""
         self._state: int | None = None
-        self._why = ""
         self._name, self._number, self._aborted = "", 0, False
         try:
             self._name = lease_of(bootstrap_room)

@@ -15,10 +15,6 @@ args:
   - --device=cpu
   {{- else }}
   - --mem-fraction-static=0.85
-  {{- if eq .role "decode" }}
-  # A step that is under way may write to a page that has been given to the next request: docs/sglang.md.
-  - --disable-overlap-schedule
-  {{- end }}
   {{- end }}
   {{- if gt (int .Values.ranksPerPod) 1 }}
   - --tp-size={{ .Values.ranksPerPod }}
