@@ -402,7 +402,7 @@ class World:
         missing, staging = self._missing(part), part.staging
         if staging is not None and part.life != part.source.life:
             self.fail(part, "the source is gone")
-        elif staging is not None and not (part.has_all or link.broken) and self.rng.random() < 0.02:
+        elif staging is not None and not (part.has_all or link.broken or self.at_rest) and self.rng.random() < 0.02:
             part.staging = None  # another source rank was asked again, and this one packs anew
         elif staging is not None and staging.proven:
             part.bytes, part.staging = part.bytes | staging.bytes, None
