@@ -57,6 +57,10 @@ class RankPart:
     """Source ranks of which all that is moved is read and proven."""
     failed: dict[int, KvferryError] = field(default_factory=dict)
     """Source ranks that do not pack what is wanted."""
+    unpublished: set[int] = field(default_factory=set)
+    """Source ranks that have said so, and have told of no lease since."""
+    compared: bool = False
+    drained: int = 0
     state: str = "reads"
     read_lease: t.LeaseId | None = None
 
@@ -104,7 +108,9 @@ class World(source_world.World):
                 named = rng.choice((0, last, max(0, last - 1)))
             # An engine that names a lease by epoch and number names the same on every rank.
             epoch = EPOCH if named and alike and rng.random() < 0.7 else ""
-            wanted = t.Wanted(name, reader.who.rank, epoch, named, Computed(weights=self.weights), None)
+            wanted = t.Wanted(
+                name, reader.who.rank, epoch, named, Computed(weights=self.weights), None, rng.random() < 0.3
+            )
             every = tuple(at.index for at in self.sources)
             read = every if rng.random() < 0.8 else (rng.choice(every),)
             begins = self.steps + rng.choice((0, 0, 0, 40, 80))
@@ -141,14 +147,25 @@ class World(source_world.World):
                 case t.Forget():
                     pass  # a link that is broken is not used again
         part.machine.check()
+        self._check_listening(part)
         if part.machine.do is not do:
             part.left = None
         if isinstance(part.machine.do, t.Finish) and not part.over:
             self._verdict(part, part.machine.do)
 
+    def _check_listening(self, part: RankPart) -> None:
+        machine = part.machine
+        unpublished = machine.state is TransferState.READING or part.unpublished & machine._awaited
+        if machine.awaits_publish != (isinstance(machine.do, t.Listen) and bool(unpublished)):
+            raise Violation("its engine is told of another reason to wait", f"{machine.do}, {part.unpublished}")
+        for each in machine.readings.values():
+            if each.announced and not each.wanted.fits(each.seen):
+                raise Violation("it goes by an announcement of something else", f"{each.seen}")
+
     def _open(self, part: RankPart, rank: int, opening: int, lease: int, known: tuple[int, int]) -> None:
         link, name = part.links[rank], part.receive.name
         part.due.discard(rank)
+        part.unpublished.discard(rank)
         if link.broken:
             self.told(part, t.Told(rank, r.Over(opening, _lost())))
             return
@@ -159,6 +176,11 @@ class World(source_world.World):
     def _close(self, part: RankPart, rank: int, said: r.Close) -> None:
         if said.complete and part.state != "done":
             raise Violation("closed as read, and is not")
+        if said.complete:
+            assert part.read_lease is not None
+            count = sum(self.prefills[part.read_lease[1] - 1].parts) if rank in part.read else 0
+            if said.lease != part.read_lease[1] or said.nbytes < count:
+                raise Violation("closed as another lease, or as fewer bytes", f"{said}, {part.read_lease}, {count}")
         link, number = part.links[rank], part.numbers.pop(rank, 0)
         link.parts.pop(number, None)
         if not link.broken:
@@ -192,6 +214,10 @@ class World(source_world.World):
         if verdict.tokens != (0, sum(prefill.parts)):
             raise Violation("done with a part of it", f"{verdict.tokens}")
         meant = {(rank, at): tag for rank in part.read for at, tag in enumerate(prefill.tags(sum(prefill.parts)))}
+        if part.machine.nbytes != len(meant):
+            raise Violation("its bytes are miscounted", f"{part.machine.nbytes} of {len(meant)}")
+        if part.wanted.sums and not part.compared:
+            raise Violation("done, and its sums are not compared")
         if {key: part.bytes.get(key) for key in meant} != meant:
             raise Violation("done and is not whole", f"lease {verdict.lease}: {part.bytes}")
         for other in part.receive.parts:
@@ -221,7 +247,13 @@ class World(source_world.World):
             case t.Move():
                 self._move(part, do)
             case t.Drain():
+                part.drained += 1
+                if part.drained > 1:
+                    raise Violation("an announcement that failed is tried twice")
                 self.told(part, t.Drained())
+            case t.Compare():
+                part.compared = True
+                self.told(part, t.Compared())
             case t.Prove():
                 self._prove(part, do)
             case _:
@@ -371,8 +403,12 @@ class World(source_world.World):
             case e.Problem(why):
                 self.told(part, t.Told(rank, r.Over(opening, why)))
             case e.Update(view):
+                if opening == part.machine.readings[rank].opening:
+                    part.unpublished.discard(rank)
                 self.told(part, t.Told(rank, r.Update(opening, seen_of(view))))
             case e.Unpublished():
+                if opening == part.machine.readings[rank].opening:
+                    part.unpublished.add(rank)
                 self.told(part, t.Told(rank, r.Unpublished(opening)))
             case Sent():
                 self._packed(part, rank, told)

@@ -158,7 +158,7 @@ class World:
         """Raises KvferryError for an order that is refused."""
         key = at.at.key(event.request_id) if hasattr(event, "request_id") else None
         self.pairs[self._state(at, key), type(event).__name__] += 1
-        unfinished = len(at.going_on())
+        unfinished, awaited = len(at.going_on()), self._awaited(at, key)
         try:
             effects = at.machine.on(event)
         except KvferryError as why:
@@ -166,6 +166,8 @@ class World:
             self._check_full(at, event, why, unfinished)
             raise
         self.tell(f"rank {at.rank}: {event} -> {effects}")
+        if not any(isinstance(each, e.Appeared) for each in effects) and awaited - self._awaited(at, key):
+            raise Violation("an attempt that is waited for is there, and nobody is told", f"{event}")
         begun = {each.part for each in effects if isinstance(each, e.Begin)}
         waiting = [
             job for job in at.going_on() if key == job.key and not (job.reserved or job.attempt.number or job.stop)
@@ -181,6 +183,18 @@ class World:
             self._check_full(at, event, effects[-1].why, unfinished)
         self._check(at)
         return effects
+
+    def _awaited(self, at: Daemon, key: Key | None) -> set[int]:
+        """The engine's attempts that are still to come there."""
+        return set() if key is None else {
+            number for number in range(1, self.numbers[key[2]] + 3) if self._comes(at, key, Attempt(number))
+        }  # fmt: skip
+
+    def _comes(self, at: Daemon, key: Key, attempt: Attempt) -> bool:
+        try:
+            return at.machine.find(key, attempt) is None
+        except KvferryError:
+            return False
 
     def _state(self, at: Daemon, key: Key | None) -> str:
         jobs = [job for job in at.jobs.values() if job.key == key]
@@ -207,6 +221,10 @@ class World:
                 if taken & job.blocks:
                     raise Violation("one block, two transfers")
                 taken |= job.blocks
+        if at.rank:  # it has its orders of rank 0, which leads one attempt at a request
+            waiting = Counter((job.key, job.attempt.by) for job in at.going_on() if not (job.reserved or job.stop))
+            if max(waiting.values(), default=0) > 1:
+                raise Violation("orders wait for two attempts at a request")
 
     def _do(self, at: Daemon, effect: e.Effect) -> None:
         match effect:
@@ -228,7 +246,7 @@ class World:
                 self._take_reservation(at, at.jobs[part], attempt, reservation)
             case e.HandOn(part):
                 job = at.jobs[part]
-                if at.rank or job.shares or not job.reserved:
+                if at.rank or job.shares or not job.reserved or job.order is None:
                     raise Violation("an order is handed on that is not to be")
                 others = tuple(range(1, self.of))
                 job.shares, job.lives = dict.fromkeys(others), self.lives()
@@ -619,3 +637,17 @@ class World:
             found = [at.of(at.at.key(name), Attempt(number)) for at in self.daemons]
             if not all(jobs and jobs[-1].done for jobs in found):
                 raise Violation("not done though nothing stands in the way")
+        self._leave()
+
+    def _leave(self) -> None:
+        """The engine's sessions end, on some ranks while blocks may still be written."""
+        for at in self.daemons:
+            self.reserve(at, "once more", 3, None, careful=True)
+            why = Unavailable("session_closed", "it left")
+            for event in (e.Shut(at.at, why), e.Left(at.at)):
+                self.feed(at, event)
+        self.run_dry()
+        for at in self.daemons:
+            sizes = at.machine.sizes()
+            if at.going_on() or sizes["claims"] or sizes["claimed groups"] or sizes["lives gone"]:
+                raise Violation("something is kept of an engine that has left", f"rank {at.rank}: {sizes}")

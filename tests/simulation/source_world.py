@@ -243,6 +243,8 @@ class World:
         prefill = self.prefills[number - 1]
         if at.index not in prefill.ranks:
             raise Violation("an engine is told of an end twice", f"lease {number}")
+        if any(of is prefill for of, _ in at.fences.values()):
+            raise Violation("a fence is waited for of a lease that is over", f"lease {number}")
         if prefill.words[at.index] in at.words:
             raise Violation("an engine is told of an end while the word stands", f"lease {number}")
         if state is LeaseState.RELEASED and account.open:
