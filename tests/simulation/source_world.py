@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from staged_world import SLOTS, Arena, Event, Sent, Staging, fed
+from staged_world import SLOTS, Arena, Event, Sent, Staging, fed, stand
 from violation import Violation
 
 from kvferry.errors import Conflict, KvferryError
@@ -220,10 +220,8 @@ class World:
 
     def _do(self, at: SourceRank, effect: e.SourceEffect) -> None:
         match effect:
-            case e.HoldWord(word):
-                at.words.add(word)
-            case e.ClearWord(word):
-                at.words.remove(word)
+            case e.HoldWord() | e.ClearWord():
+                stand(at.words, effect)
             case e.CancelFence(fence):
                 del at.fences[fence]
             case e.LeaseEnded(account):

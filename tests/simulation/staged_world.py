@@ -51,6 +51,14 @@ def fed(source: Source, event: Event, now: float) -> list[e.SourceEffect]:
     return [*source.on(event, now)]
 
 
+def stand(words: set[int], effect: e.HoldWord | e.ClearWord) -> None:
+    """Keep the words that stand in a source's memory."""
+    if isinstance(effect, e.HoldWord):
+        words.add(effect.word)
+    else:
+        words.remove(effect.word)
+
+
 @dataclass
 class Arena:
     """It does what packings say, each piece when the seed says so; and knows whose each slot is."""

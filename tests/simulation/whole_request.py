@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from reading_world import seen_of
 from requests_world import Order
-from staged_world import Event, fed
+from staged_world import Event, fed, stand
 
 from kvferry.manifest import Manifest
 from kvferry.protocol import events as e
@@ -224,10 +224,8 @@ class WholeRequest:
             self._tell("p/0", "Leases", _words(event), map(_words, effects))
         for effect in effects:
             match effect:
-                case e.HoldWord(word):
-                    self.words.add(word)
-                case e.ClearWord(word):
-                    self.words.remove(word)
+                case e.HoldWord() | e.ClearWord():
+                    stand(self.words, effect)
                 case e.Speak(reading):
                     self._sent.append(partial(self._hear, reading))
 

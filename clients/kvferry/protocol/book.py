@@ -79,7 +79,7 @@ class Book:
 
     def left(self, name: str) -> list[e.Call]:
         """Calls of the request that nobody waits for any more, and that are not quiet."""
-        return [call for call, of in self._calls.items() if of.told and getattr(of.said, "request_id", "") == name]
+        return [call for call, of in self._calls.items() if of.told and of.request_id == name]
 
     # The engine speaks.
 
@@ -111,7 +111,7 @@ class Book:
     def _drop(self, request_id: str) -> Effects:
         """Nothing more is sent of the request, nor added to its lease."""
         self._counted.pop(request_id, None)
-        of = [each for each in self._calls.values() if getattr(each.said, "request_id", "") == request_id]
+        of = [each for each in self._calls.values() if each.request_id == request_id]
         for each in of:
             each.aborted = True
         why, unsent = values.aborted(request_id), [each for each in of if each in self._waiting]
@@ -125,7 +125,7 @@ class Book:
             self._waiting[call] = None
             return []
         if isinstance(call, Receive):
-            request_id = call.said.request_id  # type: ignore[union-attr]  # it is a Receive
+            request_id = call.request_id
             before = self._receives.get(request_id)
             if before is not None and (before.given_up or before.aborted):
                 self._waiting[call] = None
@@ -162,7 +162,7 @@ class Book:
         if call is None or call.told:
             return []
         if call in self._waiting:
-            why = values.registering() if self._registering else values.pending(getattr(call.said, "request_id", ""))
+            why = values.registering() if self._registering else values.pending(call.request_id)
             return self._tell(call, e.Refused(call.said.call, why))
         call.told = True
         if isinstance(call, Receive):
@@ -236,7 +236,7 @@ class Book:
         """Abort it, once the daemon has something to abort."""
         if not receive.given_up or receive.over or not receive.transfer_id:
             return []
-        return [e.SendAbort(next(self._ids), receive.said.request_id)]  # type: ignore[union-attr]  # it is a Receive
+        return [e.SendAbort(next(self._ids), receive.request_id)]
 
     def _heard(self, receive: Receive, event: e.TransferOver | e.BlocksSafe) -> Effects:
         """Only events of its own transfer count: an earlier one of the same request may end late."""
@@ -265,8 +265,7 @@ class Book:
 
     def _free(self, receive: Receive) -> Effects:
         """The request may be received again."""
-        assert isinstance(receive.said, e.Receive)
-        request_id = receive.said.request_id
+        request_id = receive.request_id
         if self._receives.get(request_id) is not receive:
             return []
         del self._receives[request_id]

@@ -54,6 +54,11 @@ class Call:
     lease: Lease | None = None
     why: KvferryError | None = None
 
+    @property
+    def request_id(self) -> str:
+        """Empty where the call is for no request."""
+        return getattr(self.said, "request_id", "")
+
 
 @dataclass(slots=True, eq=False)
 class Receive(Call):
