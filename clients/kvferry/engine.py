@@ -76,8 +76,8 @@ class EngineClient:
         self.device = ""
         self._registering = asyncio.Lock()
         self._unanswered: dict[int | None, tuple[object, str]] = {}
-        """What the daemon may have been given without this client's knowing it, and the idempotency key of that call:
-        by region, and the manifest."""
+        """Calls that the daemon may have obeyed though their answers were lost, by region (None: `register`): the
+        arguments and the idempotency key."""
         self.resumed = False
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
@@ -160,8 +160,8 @@ class EngineClient:
 
     @contextmanager
     def _once(self, which: int | None, given: object) -> Iterator[str]:
-        """The idempotency key of a call. One that repeats a call which has failed has that one's: the daemon may have
-        done it, and its answer was lost."""
+        """The idempotency key of a call. A call that repeats a failed one has the same key: the daemon may have done
+        it, and its answer was lost."""
         before, key = self._unanswered.pop(which, (None, ""))
         if not key or before != given:
             key = uuid.uuid4().hex

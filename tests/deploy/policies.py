@@ -1177,7 +1177,7 @@ def llm_ds_sidecar_stands_before_decode(cluster: Cluster) -> Iterator[str]:
 
 
 def _argument(name: str, value: str | None) -> Loss:
-    """Of the engine that prefills. None removes it."""
+    """The prefill engine's. None removes it."""
 
     def lose(cluster: Cluster) -> None:
         container, flag = _of("prefill", cluster).engine, f"--{name}"

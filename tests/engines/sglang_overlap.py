@@ -64,7 +64,7 @@ class Event:
 
 
 class ScheduleStream:
-    """What SGLang's scheduler copies from is there when this has waited."""
+    """SGLang's scheduler copies from memory that is written once this has waited."""
 
     def __init__(self) -> None:
         self._awaited: list[Event] = []
@@ -129,7 +129,7 @@ class Engine(SchedulerDisaggregationDecodeMixin):
         receipt.set_result(SimpleNamespace(metadata=b""))
         return receipt
 
-    # what the event loop calls
+    # the event loop calls these
 
     def ingest_requests(self) -> None:
         self._turn += 1
@@ -164,7 +164,7 @@ class Engine(SchedulerDisaggregationDecodeMixin):
 
     def run_batch(self, batch: Any) -> Any:
         runner = self.model_worker.last_shared_read_runner
-        self.forward_stream.give(lambda: None)  # what the step reads of the scheduler's
+        self.forward_stream.give(lambda: None)  # the step reads memory of the scheduler's
         if self._graphs:
             runner.shared_read_done_event = self.forward_stream.record_event()
         slot = self.slots[batch.number].item()

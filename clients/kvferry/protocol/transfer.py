@@ -29,7 +29,7 @@ Effects = list[t.TransferEffect]
 ANSWERS: dict[type, type] = {
     t.Met: t.Meet, t.Moved: t.Move, t.Drained: t.Drain, t.Proven: t.Prove, t.Compared: t.Compare
 }  # fmt: skip
-"""What the shell says of how it went, and what it was to do."""
+"""The shell's answers, and the step that each of them ends."""
 
 
 class Progress:

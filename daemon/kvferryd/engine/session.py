@@ -42,7 +42,7 @@ class Session:
         self.rank, self.id, self.resumed = rank, id, before is not None
         self.regions: dict[int, Region] = {}
         self._given: dict[str, Any] = {}
-        """What calls were given, by their idempotency keys: regions and the engine."""
+        """Results of calls, by their idempotency keys: regions and the engine."""
         if before is not None:
             self.regions, before.regions = before.regions, {}
             kept = set(self.regions.values())
@@ -90,8 +90,8 @@ class Session:
                 self.overfull.set()
 
     async def once(self, key: str, give: Callable[[], Awaitable[T]]) -> T:
-        """What `give` makes, or has made for a call of this key before, whose answer was lost. One call waits for the
-        other. Raises KvferryError (`session_closed`)."""
+        """The result of `give`, or of an earlier call of this key whose answer was lost. Calls wait for each other.
+        Raises KvferryError (`session_closed`)."""
         async with self._giving:
             self.check_open()
             if key in self._given:

@@ -99,7 +99,7 @@ class Strands(NamedTuple):
     def source_span(self) -> tuple[int, int]:
         """The source's first local token, and the one after its last."""
         first, last = self.source.local(self.first), self.source.local(self.stop - 1)
-        return min(first.tolist()), max(last.tolist()) + 1  # of a few, which numpy takes longer for
+        return min(first.tolist()), max(last.tolist()) + 1  # numpy takes longer for a few
 
     @property
     def own_tokens(self) -> Ints:

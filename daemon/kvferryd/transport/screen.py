@@ -110,7 +110,7 @@ class Screen:
         raise TransportError("transport_failed", "the process that tries peers' metadata dies before it tries any")
 
     def _renew(self) -> None:
-        """Those that still wait set the timer anew."""
+        """The end of a question that is still asked sets the timer anew."""
         if self._common is not None and not self._common.trying:
             self._common.spoiled = True
             self._tasks.spawn(self.prepare())
@@ -193,7 +193,7 @@ class _Process:
     @property
     def spent(self) -> bool:
         """The process has nobody waiting for it, now or later."""
-        return self.spoiled and not self._trials
+        return self.spoiled and not self.trying
 
     async def ask(self, question: list[Any], soon_s: float, timeout_s: float) -> str | None:
         """The process's word of a peer, DIED where it has died of it or of another; None where it did not take the
