@@ -154,7 +154,7 @@ class BlockingEngineClient:
         )  # fmt: skip
         blocking = cls(socket, attach)
         try:
-            blocking.call(blocking._open(timeout_s, say), timeout_s + 1)
+            blocking.call(blocking._open(timeout_s, say))
         except BaseException:
             blocking.close()
             raise
@@ -262,7 +262,7 @@ class BlockingEngineClient:
         return self.client.draining.is_set()
 
     def allocate(self, nbytes: int, region: int = 0) -> SharedRegion | CudaRegion:
-        return self.call(self._noted(lambda: self.client.allocate(nbytes, region), self._allocated.append), None)
+        return self.call(self._noted(lambda: self.client.allocate(nbytes, region), self._allocated.append))
 
     def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory) -> None:
         self.call(self._noted(lambda: self.client.adopt(shared), lambda _: self._adopted.append(shared)))
@@ -271,7 +271,7 @@ class BlockingEngineClient:
         def note(_: object) -> None:
             self._manifest = manifest
 
-        return self.call(self._noted(lambda: self.client.register(manifest), note), None)
+        return self.call(self._noted(lambda: self.client.register(manifest), note))
 
     def fence(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """As `EngineClient.fence`: the calling thread gives the stream its fence before this returns."""
@@ -325,7 +325,9 @@ class BlockingEngineClient:
 
     def close(self) -> None:
         """End the session and the thread. Idempotent. Calls that still wait fail with KvferryError
-        (`session_closed`). A caller that is interrupted does not stop the end."""
+        (`session_closed`). A caller that is interrupted does not stop the end. Raises KvferryError
+        (`call_in_callback`)."""
+        self._check_thread()
         with self._giving:
             if self._ending is None:
                 self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
@@ -375,10 +377,22 @@ class BlockingEngineClient:
         work.close()
         raise session_closed()
 
-    def call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = 2 * CALL_S) -> T:
-        """The same, and wait for its result. timeout_s: None for work that has a deadline of its own. Raises
-        KvferryError: `deadline`, `session_closed`."""
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """The same, and wait for its result. timeout_s: for work without a deadline of its own, which the calls of
+        `client` have. Raises KvferryError: `deadline`, `session_closed`, `call_in_callback`."""
+        try:
+            self._check_thread()
+        except KvferryError:
+            work.close()
+            raise
         return self._result(self.start(work), timeout_s)
+
+    def _check_thread(self) -> None:
+        """Raises KvferryError (`call_in_callback`) on the client's own thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            message = "a blocking call in a callback of a future would wait for itself: this thread runs the calls"
+            remedy = "call from another thread, or begin the call with `start` and give that future a callback"
+            raise Conflict("call_in_callback", message, field="thread", value=self._thread.name, remedy=remedy)
 
     def _result(self, future: Future[T], timeout_s: float | None) -> T:
         try:

@@ -481,8 +481,9 @@ class EngineClient:
         cache, its memory and its registration stay. A request that was published in part is refused when more of it is
         published (`mixed_weights`), until it is aborted. Call it before the first token is computed by the new weights.
 
-        Raises KvferryError (`malformed_weights`). Unsettled when the daemon does not answer in time: what was published
-        may be readable until `quiesced()` returns; the name is the new one all the same.
+        Raises KvferryError (`malformed_weights`). Unsettled when the daemon does not answer in time, or the session has
+        ended and it does not confirm that in time: what was published may be readable until `quiesced()` returns; the
+        name is the new one all the same.
         """
         check_weights(weights)
         pending = self._pending("weights", engine_pb2.WeightsRequest(weights=weights))
@@ -492,7 +493,7 @@ class EngineClient:
         except Unsettled as error:
             if not self.closed.is_set():
                 raise
-            await error.quiesced()  # with the session ends all that was published in it
+            await self._quiet(error)  # with the session ends all that was published in it
 
     async def abort(self, request_id: str) -> None:
         """End the request's transfer and revoke its lease on this rank. Idempotent.
@@ -511,11 +512,15 @@ class EngineClient:
         try:
             await self.abort(request_id)
         except Unsettled as error:
-            try:
-                async with asyncio.timeout(self._session.call_timeout_s):
-                    await error.quiesced()
-            except TimeoutError:
-                raise error from None
+            await self._quiet(error)
+
+    async def _quiet(self, error: Unsettled) -> None:
+        """Wait for its blocks as long as for an answer. Raises it when they are not known to be quiet then."""
+        try:
+            async with asyncio.timeout(self._session.call_timeout_s):
+                await error.quiesced()
+        except TimeoutError:
+            raise error from None
 
     async def quiesced(self, request_id: str) -> None:
         """Wait until nothing reads or writes the blocks of calls for the request that have failed or were cancelled:

@@ -486,6 +486,69 @@ async def test_threads_hear_the_same(tmp_path: Path) -> None:
                 assert told.value.code == "session_closed"
 
 
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for a future with a timeout of its own finds it run out."""
+    result = Future.result
+    monkeypatch.setattr(Future, "result", lambda future, timeout=None: result(future, None if timeout is None else 0))
+
+
+BLOCKING: dict[str, Callable[[BlockingEngineClient], object]] = {
+    "publish": lambda client: client.publish("R", TABLES, 2),
+    "abort": lambda client: client.abort("R"),
+    "replace_weights": lambda client: client.replace_weights("B"),
+    "another": lambda client: client.call(client.client.withdraw("R")),
+}
+
+
+@pytest.mark.parametrize("call", BLOCKING.values(), ids=BLOCKING.keys())
+async def test_a_thread_waits_for_a_call_as_long_as_the_call_says(
+    tmp_path: Path, no_patience: None, call: Callable[[BlockingEngineClient], object]
+) -> None:
+    async with served(tmp_path) as (daemon, path):
+        connect = BlockingEngineClient.connect
+        client = await asyncio.to_thread(connect, path, engine_id="e", epoch="1", call_timeout_s=0.2)
+        daemon.answers.clear()
+        try:
+            with pytest.raises(Unsettled, match=r"call_timeout_s = 0\.2"):
+                await asyncio.to_thread(call, client)
+        finally:
+            await asyncio.to_thread(client.close)
+
+
+def test_a_thread_hears_that_there_is_no_daemon(tmp_path: Path, no_patience: None) -> None:
+    with pytest.raises(KvferryError) as refused:
+        BlockingEngineClient.connect(str(tmp_path / "s"), engine_id="e", epoch="1", timeout_s=0.1)
+    assert refused.value.code == "unreachable"
+
+
+CALLS: list[Callable[[BlockingEngineClient], object]] = [
+    lambda client: client.call(asyncio.sleep(0), 5),
+    BlockingEngineClient.close,
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["call", "close"])
+def test_a_blocking_call_in_a_callback_is_refused(call: Callable[[BlockingEngineClient], object]) -> None:
+    client, told = BlockingEngineClient("/nowhere", EngineClient.connect), Future[None]()
+    goes_on = asyncio.Event()
+
+    def blocks(_: object) -> None:
+        try:
+            call(client)
+        except KvferryError as error:
+            told.set_exception(error)
+        else:
+            told.set_result(None)
+
+    client.start(goes_on.wait()).add_done_callback(blocks)
+    client._loop.call_soon_threadsafe(goes_on.set)
+    with pytest.raises(KvferryError, match="another thread") as refused:
+        told.result(60)
+    assert refused.value.code == "call_in_callback"
+    client.close()
+
+
 def test_what_a_thread_begins_while_another_closes_ends_or_is_refused() -> None:
     async def work() -> None:
         await asyncio.sleep(0)
@@ -643,6 +706,19 @@ async def test_replaced_weights_have_their_new_name_though_the_daemon_has_gone(t
         again = await EngineClient.connect(path, engine_id="e", epoch="1", resume=client)
         assert again.weights == "B"
         await again.close()
+
+
+async def test_replacing_weights_ends_though_a_daemon_never_confirms_the_end_of_its_session(both: Both) -> None:
+    daemon, client = both
+    client._session.call_timeout_s = 0.2
+    daemon.ends.clear()
+    daemon.end_lease("vanished")
+    await asyncio.wait_for(daemon.ending.wait(), 60)
+    with pytest.raises(Unsettled) as unknown:
+        async with asyncio.timeout(30):
+            await client.replace_weights("B")
+    assert not unknown.value.blocks_safe
+    assert client.weights == "B"
 
 
 async def test_a_close_that_is_cancelled_ends_the_session_all_the_same(both: Both) -> None:
