@@ -19,7 +19,7 @@ from kvferry.errors import KvferryError
 from kvferry.fingerprint import checkpoint_name
 from kvferry.memory import SharedRegion
 from kvferry.schemas import Awaited, LeaseState, TransferState
-from kvferry.sglang.updates import Updates
+from kvferry.updates import SGLANG, Updates
 from kvferry.weights import Weights, digest_of_adapter
 from kvferryd.demo.fleet import DaemonService
 
@@ -282,7 +282,7 @@ class Told:
 
 def of_sglang(weights: Weights) -> tuple[Updates, Callable[..., str]]:
     """The updates of these weights; a part of one, and the name of what is computed after it."""
-    updates = Updates(weights, weights.rename)
+    updates = Updates(weights, SGLANG)
 
     def part(how: str, version: str | None = None, *, success: bool = True, folder: str = "") -> str:
         def replace() -> Told:
@@ -290,7 +290,7 @@ def of_sglang(weights: Weights) -> tuple[Updates, Callable[..., str]]:
                 updates.tell(version)
             return Told(success)
 
-        updates.part(how, replace, folder)
+        updates.part(how, replace, (lambda: weights.rename(folder)) if folder else None)
         weights.step += 1
         return weights.of(weights.step)
 

@@ -150,8 +150,9 @@ def _replace_weights(replace: Callable[..., Any], updater: Any, said: Any) -> An
     # check_weights has harmless actions
     if not (rank := _rank()) or getattr(said, "action", "reset_tensors") != "reset_tensors":
         return replace(updater, said)
-    folder = said.model_path if replace.__name__ == "update_weights_from_disk" else ""
-    return rank.updates.part(replace.__name__, lambda: replace(updater, said), folder)
+    from_disk = replace.__name__ == "update_weights_from_disk"
+    reloaded = (lambda: rank.reloaded(said.model_path)) if from_disk else None
+    return rank.updates.part(replace.__name__, lambda: replace(updater, said), reloaded)
 
 
 def _name_weights(_: None, scheduler: Any, new_version: str | None) -> None:

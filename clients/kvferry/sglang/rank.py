@@ -25,7 +25,7 @@ from kvferry.sglang import BACKEND
 from kvferry.sglang.cache import describe, scales
 from kvferry.sglang.idle import Idle
 from kvferry.sglang.options import Options
-from kvferry.sglang.updates import Updates
+from kvferry.updates import SGLANG, Updates
 from kvferry.weights import Adapters, Weights
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Rank:
         )  # fmt: skip
         self.weights = Weights(self.daemon, f"{self.engine_id}/{self._epoch}", log.info)
         self.adapters = Adapters()
-        self.updates = Updates(self.weights, self.reloaded)
+        self.updates = Updates(self.weights, SGLANG)
         self.cached_since = 1
         """No older step has computed what the prefix cache has."""
         self.idle = Idle()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -19,6 +18,7 @@ from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import KvferryError
+from kvferry.updates import VLLM, Updates
 from kvferry.vllm.identity import adapter_of, adapters, checkpoint
 from kvferry.weights import Weights, digest_of_adapter
 
@@ -40,6 +40,7 @@ class VllmWeights(Weights):
         super().__init__(daemon, f"{config.kv_transfer_config.engine_id}/{config.instance_id}", log.info)
         self._config = config
         self.registered = self._checkpoint()
+        self.updates = Updates(self, VLLM)
         _watched.add(self)
         watch_worker()
 
@@ -69,7 +70,7 @@ def watch_worker() -> None:
             _wrap(Worker, name, _replacing)
         _wrap(WorkerLoRAManager, "_load_adapter", _reading)
         Worker.kvferry_weights = _said("replaced")
-        Worker.kvferry_rename_weights = _said("rename")
+        Worker.kvferry_rename_weights = _said("tell")
 
 
 def watch_core() -> None:
@@ -117,13 +118,11 @@ def _replacing(replace: Callable[..., Any]) -> Callable[..., Any]:
     def replaced(worker: Any, *args: Any, **named: Any) -> Any:
         given = args[0] if args else named.get("weights_iterator")
         from_disk = replace.__name__ == "reload_weights" and given is None
-        with ExitStack() as changes:
-            for weights in _watched:
-                changes.enter_context(weights.replacing())
-            result = replace(worker, *args, **named)
-        for weights in _watched if from_disk else ():
-            weights.read_again()
-        return result
+        work = functools.partial(replace, worker, *args, **named)
+        for weights in _watched:
+            reloaded = weights.read_again if from_disk else None
+            work = functools.partial(weights.updates.part, replace.__name__, work, reloaded)
+        return work()
 
     return replaced
 
@@ -144,6 +143,6 @@ def _said(what: str) -> Callable[[Any, str], None]:
 
     def said(worker: Any, name: str) -> None:
         for weights in _watched:
-            getattr(weights, what)(name)
+            getattr(weights.updates, what)(name)
 
     return said
