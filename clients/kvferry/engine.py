@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -55,6 +56,8 @@ GRACE_S = 5.0
 """How long after the deadline of a receive the daemon may take to report its end."""
 PROBE_S = 2.5
 """The pause before a daemon that keeps a deadline which has passed is asked again whether it is there."""
+TAKEN = frozenset({"region_taken", "already_registered"})
+"""What a daemon says to a call that asks again, in another way, for what it has given."""
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
 """At least so many bytes of new memory are filled, mapped and registered in a second; the longest that may take."""
 
@@ -75,9 +78,9 @@ class EngineClient:
         self.peer_address = ""
         self.device = ""
         self._registering = asyncio.Lock()
-        self._unanswered: dict[int | None, tuple[object, str]] = {}
+        self._unanswered: defaultdict[int | None, list[tuple[object, str]]] = defaultdict(list)
         """Calls that the daemon may have obeyed though their answers were lost, by region (None: `register`): the
-        arguments and the idempotency key."""
+        arguments and the idempotency key of each."""
         self.resumed = False
         """Whether the daemon still had the regions of the session that `resume` named."""
         self._deadline_s = 0.0
@@ -162,14 +165,17 @@ class EngineClient:
     def _once(self, which: int | None, given: object) -> Iterator[str]:
         """The idempotency key of a call. A call that repeats a failed one has the same key: the daemon may have done
         it, and its answer was lost."""
-        before, key = self._unanswered.pop(which, (None, ""))
-        if not key or before != given:
-            key = uuid.uuid4().hex
+        unanswered = self._unanswered[which]
+        call = next((each for each in unanswered if each[0] == given), (given, uuid.uuid4().hex))
+        if call in unanswered:
+            unanswered.remove(call)
         try:
-            yield key
-        except BaseException:
-            self._unanswered[which] = given, key
+            yield call[1]
+        except BaseException as error:
+            if not (isinstance(error, KvferryError) and error.code in TAKEN):  # else an earlier one was obeyed
+                unanswered.append(call)
             raise
+        unanswered.clear()
 
     async def _mapped(self, memory: engine_pb2.Memory, region: int) -> SharedRegion | CudaRegion:
         mapped: SharedRegion | CudaRegion | None = None

@@ -114,6 +114,27 @@ async def test_a_call_that_repeats_one_is_answered_as_that_was(
         region.close()
 
 
+async def test_a_call_that_asks_for_another_size_than_the_lost_one_names_both(
+    between: Between, request_id: str
+) -> None:
+    """The first one can still be repeated."""
+    async with await EngineClient.connect(between.path, engine_id="sizes", epoch=request_id) as client:
+
+        async def another() -> SharedRegion:
+            for nbytes in (2 * NBYTES, 3 * NBYTES):
+                with pytest.raises(KvferryError) as refused:
+                    await client.allocate(nbytes)
+                assert refused.value.code == "region_taken"
+                assert f"has {NBYTES} bytes" in refused.value.message
+                assert "same size" in refused.value.remedy
+            region = await client.allocate(NBYTES)
+            assert isinstance(region, SharedRegion)
+            return region
+
+        calls = iter((lambda: client.allocate(NBYTES), another))
+        (await repeated(between, client, lambda: next(calls)())).close()
+
+
 async def test_memory_whose_answer_the_end_of_the_session_has_taken_is_had_in_the_next_one(
     daemon: DaemonService, between: Between, request_id: str
 ) -> None:

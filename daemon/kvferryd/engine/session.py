@@ -109,10 +109,16 @@ class Session:
                 "malformed_region", "a region needs at least one byte", field="nbytes", value=nbytes,
                 remedy="ask for the bytes that the cache needs",
             )  # fmt: skip
-        if id in self.regions or self.engine is not None:
+        if self.engine is not None:
             raise Conflict(
-                "region_taken", f"region {id} exists, or the engine has registered already", field="region", value=id,
-                remedy="allocate each region once, before registering",
+                "region_taken", f"region {id} comes after the engine has registered", field="region", value=id,
+                remedy="allocate each region before registering",
+            )  # fmt: skip
+        if (there := self.regions.get(id)) is not None:
+            raise Conflict(
+                "region_taken", f"region {id} exists, and has {there.span.nbytes} bytes: {nbytes} are asked for now",
+                field="region", value=id,
+                remedy="allocate each region once; a call that failed or was cancelled is repeated with the same size",
             )  # fmt: skip
         region = await self.made(make)
         try:
