@@ -16,7 +16,6 @@ live, the daemon revokes all leases, and nothing here says that blocks may be re
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
@@ -185,13 +184,10 @@ class EngineClient:
                 place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
                 mapped = await asyncio.to_thread(open_cuda_region, *place, region)
                 if given.ticket:
-                    mapped.file = await self._session.fetch(given.ticket)
+                    mapped.file = (await self._session.fetch(given.ticket)).detach()
                 return mapped
-            file = await self._session.fetch(memory.handed.ticket)
-            try:
-                mapped = open_region(file, memory.nbytes, region, memory.handed.offset)
-            finally:
-                os.close(file)
+            with await self._session.fetch(memory.handed.ticket) as file:
+                mapped = open_region(file.fileno(), memory.nbytes, region, memory.handed.offset)
             await asyncio.to_thread(mapped.populate)
         except BaseException:
             if mapped is not None:

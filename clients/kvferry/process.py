@@ -9,6 +9,8 @@ import socket
 import struct
 from collections.abc import Callable
 
+from kvferry.file import File
+
 SO_PEERPIDFD = 77
 """Linux 6.5: a pidfd of the peer, also of one in another PID namespace. Python has no name for it yet."""
 CREDENTIALS = struct.Struct("3i")
@@ -19,7 +21,7 @@ class Process:
     """Owns a pidfd, which is readable from the moment when all threads of the process have ended. `close` it."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._file = File(fd)
         self._watching: asyncio.AbstractEventLoop | None = None
 
     @classmethod
@@ -37,7 +39,7 @@ class Process:
     @property
     def dead(self) -> bool:
         poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
+        poll.register(self._file, select.POLLIN)
         return bool(poll.poll(0))
 
     def watch(self, on_death: Callable[[], None]) -> None:
@@ -49,19 +51,17 @@ class Process:
             self._unwatch()
             on_death()
 
-        loop.add_reader(self._fd, died)
+        loop.add_reader(self._file, died)
 
     def _unwatch(self) -> None:
         if self._watching is not None and not self._watching.is_closed():
-            self._watching.remove_reader(self._fd)
+            self._watching.remove_reader(self._file)
         self._watching = None
 
     def close(self) -> None:
         """Watch it no more. Idempotent."""
         self._unwatch()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 def credentials(connection: socket.socket) -> tuple[int, int, int]:

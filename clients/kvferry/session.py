@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import grpc
 from google.protobuf.message import EncodeError, Message
 
 from kvferry.errors import KvferryError, Malformed, Unavailable
+from kvferry.file import File
 from kvferry.memory.handover import fetch, hand_over
 from kvferry.outbox import Outbox
 from kvferry.process import Process
@@ -111,14 +111,19 @@ class Session:
         files at once."""
         if self._closing:
             raise session_closed()
-        copies = [os.dup(file) for file in files]
+        try:
+            copies = File.copies(files)
+        except OSError as error:
+            message = f"{len(files)} files cannot be handed over: {error}"
+            remedy = "raise the limit of open files (ulimit -n)"
+            raise Unavailable("handover_failed", message, field="files", value=len(files), remedy=remedy) from None
 
         def handed() -> tuple[str, Process | None]:
             try:
-                return hand_over(self._socket, self.id, copies)
+                return hand_over(self._socket, self.id, [copy.fileno() for copy in copies])
             finally:
                 for copy in copies:
-                    os.close(copy)
+                    copy.close()
 
         async def watched() -> str:
             ticket, process = await asyncio.to_thread(handed)
@@ -132,14 +137,9 @@ class Session:
 
         return await asyncio.shield(asyncio.create_task(watched()))
 
-    async def fetch(self, ticket: str) -> int:
+    async def fetch(self, ticket: str) -> File:
         """As `kvferry.memory.handover.fetch`, on a thread."""
-        fetching = asyncio.create_task(asyncio.to_thread(fetch, self._socket, self.id, ticket))
-        try:
-            return await asyncio.shield(fetching)
-        except asyncio.CancelledError:
-            fetching.add_done_callback(lambda done: None if done.exception() else os.close(done.result()))
-            raise
+        return await asyncio.to_thread(fetch, self._socket, self.id, ticket)
 
     async def close(self, *, leave: bool = True) -> None:
         """Calls that wait, and all from now on, raise KvferryError (`session_closed`). leave: the engine ends;

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -26,6 +29,7 @@ from kvferry.errors import KvferryError
 from kvferry.memory import memfd_region
 from kvferry.memory.fences import Fences
 from kvferry.outcomes import Pending
+from kvferry.session import Session
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 
@@ -779,6 +783,77 @@ with socket.socket(socket.AF_UNIX) as listening:
     connection.sendall(bytes(4))  # an answer without a ticket
     sys.stdin.read()
 """
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+GIVES = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as listening:
+    listening.bind(sys.argv[1])
+    listening.listen()
+    print("listens", flush=True)
+    connection, _ = listening.accept()
+    connection.recv(1 << 14)
+    print("asked", flush=True)
+    sys.stdin.readline()
+    socket.send_fds(connection, [bytes(4)], [0])
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("what", ["fetch", "hand_over"])
+def test_no_descriptor_is_left_when_the_loop_ends_during_an_exchange(tmp_path: Path, what: str) -> None:
+    """Its thread goes on, and has nobody to give its result to."""
+
+    async def exchange(session: Session, asked: Callable[[], bytes]) -> None:
+        work = session.fetch("t") if what == "fetch" else session.hand_over([0])
+        exchanging.append(asyncio.create_task(work))  # type: ignore[arg-type]  # one or the other
+        await asyncio.to_thread(asked)
+        await session.close()
+
+    exchanging: list[asyncio.Task[object]] = []
+    command = [sys.executable, "-c", GIVES, str(tmp_path / "s.fd")]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as daemon,
+        ThreadPoolExecutor() as threads,
+    ):
+        assert daemon.stdin is not None and daemon.stdout is not None
+        daemon.stdout.readline()
+        before, loop = open_files(), asyncio.new_event_loop()
+        loop.set_default_executor(threads)
+        session = loop.run_until_complete(session_of(str(tmp_path / "s")))
+        loop.run_until_complete(exchange(session, daemon.stdout.readline))
+        loop.close()
+        daemon.stdin.write(b"go on\n")
+        daemon.stdin.flush()
+        threads.shutdown()  # waits for the exchange
+        exchanging.clear()
+        del session, loop
+        gc.collect()
+        assert open_files() <= before
+        daemon.stdin.close()
+
+
+async def session_of(path: str) -> Session:
+    return Session(path, lambda event: None, lambda why: None, lambda unknown: None)
+
+
+async def test_files_that_are_too_many_to_copy_are_not_handed_over_and_none_is_left(tmp_path: Path) -> None:
+    session, file = await session_of(str(tmp_path / "s")), os.open("/dev/null", os.O_RDONLY)
+    before, limits = open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 8, limits[1]))
+    try:
+        with pytest.raises(KvferryError, match="ulimit") as refused:
+            await session.hand_over([file] * 200)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert refused.value.code == "handover_failed"
+    assert open_files() <= before
+    os.close(file)
+    await session.close()
 
 
 async def test_a_daemon_that_is_known_only_when_its_session_has_ended_is_watched_too(

@@ -98,7 +98,7 @@ def test_a_step_that_fails_stops_no_other(world: World, monkeypatch: pytest.Monk
     assert all(line["engine_id"] == "e" for line in logged)
     assert memory.closed is (step != "free region 0") and arena.closed is (step != "free its arena")
     assert engine.agent._closed and not engine.leases.words._words.any()
-    assert process._fd == -1, "its descriptor stays open"
+    assert process._file.fileno() == -1, "its descriptor stays open"
     monkeypatch.undo()
     assert attached_anew(daemon, engine.session.id).id != engine.session.id
 

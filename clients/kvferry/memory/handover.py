@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from google.protobuf.message import DecodeError, Message
 
 from kvferry.errors import Full, KvferryError, Unavailable
+from kvferry.file import File
 from kvferry.process import Process
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_from_proto
@@ -39,21 +40,22 @@ def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> tuple[s
         return _answer(handing).ticket, Process.at(handing)
 
 
-def fetch(engine_socket: str, session: str, ticket: str) -> int:
-    """The file that the daemon has allocated, for the ticket that it gave: a descriptor, which the caller closes.
+def fetch(engine_socket: str, session: str, ticket: str) -> File:
+    """The file that the daemon has allocated, for the ticket that it gave.
 
     Blocks, each step at most 5 s. Raises KvferryError: `handover_failed`, or what the daemon refuses.
     """
-    files: list[int] = []
+    files: list[File] = []
     try:
         with _exchange(engine_socket) as handing:
             handing.sendall(framed(engine_pb2.Handover(session=session, ticket=ticket)))
-            head, files, _, _ = socket.recv_fds(handing, LENGTH_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            head, numbers, _, _ = socket.recv_fds(handing, LENGTH_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            files = list(map(File, numbers))
             _answer(handing, head)
             return files.pop()
     finally:
         for file in files:
-            os.close(file)
+            file.close()
 
 
 @contextlib.contextmanager
