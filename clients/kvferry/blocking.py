@@ -331,7 +331,10 @@ class BlockingEngineClient:
         with self._giving:
             if self._ending is None:
                 self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        self._gone.wait(3 * CALL_S)
+        if not self._gone.wait(3 * CALL_S):
+            message = f"the client's thread has not ended within {3 * CALL_S:g} s: a callback holds it up"
+            remedy = "let callbacks of futures return at once"
+            raise Deadline("deadline", message, field="thread", value=self._thread.name, remedy=remedy)
         if self._ending.done():
             self._thread.join(CALL_S)
             self._ending.result()

@@ -18,9 +18,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import Message
@@ -28,6 +29,7 @@ from google.protobuf.message import Message
 from kvferry import __version__
 from kvferry.digest import check_weights
 from kvferry.errors import Deadline, KvferryError, Malformed, PeerFailed
+from kvferry.file import File
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
 from kvferry.memory import vmm as cuda_vmm
@@ -40,6 +42,7 @@ from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState, SourceBody, TransferState
 from kvferry.session import CALL_S, Session, check_size
 from kvferry.tables import Tables
+from kvferry.threads import made
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
 
@@ -49,6 +52,9 @@ if TYPE_CHECKING:
 __all__ = ["EngineClient", "Lease", "Received", "TransferFailed", "Unsettled"]
 
 E = TypeVar("E", LeaseState, TransferState)
+T = TypeVar("T")
+PAGE_S = 5.0
+"""How long `close` waits for a GPU that still registers the page of fences."""
 LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 5.0
@@ -153,12 +159,9 @@ class EngineClient:
                 session=self.session, region=region, nbytes=nbytes, idempotency_key=key
             )
             memory = await self._session.call(self._session.stub.Allocate, request, _time_for(nbytes))
-            mapping = asyncio.create_task(self._mapped(memory, region), name="kvferry-map")
-            try:
-                return await asyncio.shield(mapping)
-            except asyncio.CancelledError:
-                mapping.add_done_callback(_unmap)
-                raise
+            ticket = memory.cuda.ticket or memory.handed.ticket
+            file = await self._session.fetch(ticket) if ticket else None
+            return await self._made("map", partial(_map, memory, region, file), _time_for(nbytes), _unmap)
 
     @contextmanager
     def _once(self, which: int | None, given: object) -> Iterator[str]:
@@ -176,24 +179,19 @@ class EngineClient:
             raise
         unanswered.clear()
 
-    async def _mapped(self, memory: engine_pb2.Memory, region: int) -> SharedRegion | CudaRegion:
-        mapped: SharedRegion | CudaRegion | None = None
+    async def _made(
+        self, what: str, make: Callable[[], T], more_s: float = 0.0, end: Callable[[T], object] = lambda _: None
+    ) -> T:
+        """Made by a thread, which may wait for a GPU. more_s: added to `call_timeout_s`. Raises KvferryError
+        (`deadline`)."""
+        timeout_s = self._session.call_timeout_s + more_s
         try:
-            if memory.WhichOneof("kind") == "cuda":
-                given = memory.cuda
-                place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
-                mapped = await asyncio.to_thread(open_cuda_region, *place, region)
-                if given.ticket:
-                    mapped.file = (await self._session.fetch(given.ticket)).detach()
-                return mapped
-            with await self._session.fetch(memory.handed.ticket) as file:
-                mapped = open_region(file.fileno(), memory.nbytes, region, memory.handed.offset)
-            await asyncio.to_thread(mapped.populate)
-        except BaseException:
-            if mapped is not None:
-                mapped.close()
-            raise
-        return mapped
+            return await made(f"kvferry-{what}", make, timeout_s, end)
+        except TimeoutError:
+            message = f"this process could not {what} memory within {timeout_s:g} s: a GPU's driver holds it up"
+            remedy = "let the work on the GPU end, and call again; start the engine again if the GPU hangs"
+            value = self._session.call_timeout_s
+            raise Deadline("deadline", message, field="call_timeout_s", value=value, remedy=remedy) from None
 
     async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory | CudaRegion, *, again: bool = False) -> None:
         """Hand over memory that this engine allocated and goes on owning: `memfd_region(...)` or `cuda_memory(...)`.
@@ -235,16 +233,17 @@ class EngineClient:
 
         Meanwhile `publish` and `receive` wait, at most `call_timeout_s`. Readers of what is `lost` are refused at once.
         """
-        lost = self.lost
-        request = engine_pb2.RegisterRequest(
-            session=self.session, manifest=manifest_to_proto(manifest), weights=self.weights,
-            lost=[engine_pb2.LostLease(request_id=request_id, lease=lease) for request_id, lease in lost],
-        )  # fmt: skip
         timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
         async with self._registering:
             self._on(b.Register())
             told: tuple[tuple[str, int], ...] = ()
             try:
+                described = await asyncio.to_thread(manifest_to_proto, manifest)  # 15 ms for 2,000 components
+                lost = self.lost
+                request = engine_pb2.RegisterRequest(
+                    session=self.session, manifest=described, weights=self.weights,
+                    lost=[engine_pb2.LostLease(request_id=request_id, lease=lease) for request_id, lease in lost],
+                )  # fmt: skip
                 with self._once(None, manifest) as request.idempotency_key:
                     reply = await self._session.call(self._session.stub.Register, request, timeout_s)
                 told = lost
@@ -273,7 +272,7 @@ class EngineClient:
         async with self._opening:
             if self.fences is None:
                 page = self._page = self._page or Fences()
-                await asyncio.to_thread(lambda: page.register(cuda.device(f"cuda:{device}")))
+                await self._made("register", lambda: page.register(cuda.device(f"cuda:{device}")))
                 ticket = await self._session.hand_over([page.file])
                 request = engine_pb2.OpenFencesRequest(session=self.session, ticket=ticket)
                 try:
@@ -539,7 +538,8 @@ class EngineClient:
         """End the session: this engine does not touch its memory any more. Leases on daemon-owned memory stay readable
         until they are read or expire. A caller that is cancelled does not stop the end. Idempotent.
 
-        Calls that wait, and all from now on, raise KvferryError (`session_closed`).
+        Calls that wait, and all from now on, raise KvferryError (`session_closed`). It ends within about 10 s, whatever
+        the daemon and the GPU do.
 
         leave: False where the engine goes on: its leases end, and the daemon's memory waits for a client that resumes
         this one.
@@ -553,10 +553,17 @@ class EngineClient:
             await self._session.close(leave=leave)
         finally:
             if self._page is not None:
-                try:
-                    await asyncio.to_thread(self._page.close)  # the GPU may hold its registration up
-                except RuntimeError:  # the interpreter exits, and begins nothing on threads any more
-                    self._page.close()
+                await self._close_page(self._page)
+
+    async def _close_page(self, page: Fences) -> None:
+        """The GPU may hold its registration up: what is left then is reported, and its thread goes on."""
+        try:
+            await made("kvferry-close", page.close, PAGE_S)
+        except TimeoutError:
+            message = f"a GPU has not let go of the page of fences within {PAGE_S:g} s: it stays for the process's life"
+            asyncio.get_running_loop().call_exception_handler({"message": message})
+        except RuntimeError:  # the process exits, and the page goes with it
+            pass
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -624,10 +631,28 @@ class EngineClient:
         self._on(b.SessionOver(unknown))
 
 
-def _unmap(mapping: asyncio.Task[SharedRegion | CudaRegion]) -> None:
-    """The mapping has lost its caller."""
-    if not mapping.cancelled() and mapping.exception() is None:
-        mapping.result().close()
+def _map(memory: engine_pb2.Memory, region: int, file: File | None) -> SharedRegion | CudaRegion:
+    """What the daemon has allocated, mapped here. file: of host memory, or by which a keeper holds that of a GPU."""
+    if memory.WhichOneof("kind") == "cuda":
+        given = memory.cuda
+        place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
+        on_gpu = open_cuda_region(*place, region)
+        if file is not None:
+            on_gpu.file = file.detach()
+        return on_gpu
+    with file or File(-1) as handed:
+        mapped = open_region(handed.fileno(), memory.nbytes, region, memory.handed.offset)
+    try:
+        mapped.populate()
+    except BaseException:
+        mapped.close()
+        raise
+    return mapped
+
+
+def _unmap(mapped: SharedRegion | CudaRegion) -> None:
+    """Nobody waits for it any more."""
+    mapped.close()
 
 
 def _end_of_kind(states: type[E], state: str) -> E:

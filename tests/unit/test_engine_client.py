@@ -31,6 +31,7 @@ from kvferry.memory.fences import Fences
 from kvferry.outcomes import Pending
 from kvferry.session import Session
 from kvferry.tables import BlockTable
+from kvferry.threads import made
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 
 pytestmark = pytest.mark.anyio
@@ -746,7 +747,12 @@ class SlowGpu:
     """A driver that registers memory only when the GPU has time."""
 
     def __init__(self) -> None:
-        self.begun, self.going, self.went, self.closed = threading.Event(), threading.Event(), False, False
+        self.begun, self.going, self.gone = threading.Event(), threading.Event(), threading.Event()
+        self.went = False
+
+    @property
+    def closed(self) -> bool:
+        return self.gone.is_set()
 
     def register(self, address: int, nbytes: int) -> Any:
         self.begun.set()
@@ -754,7 +760,7 @@ class SlowGpu:
         return self
 
     def close(self) -> None:
-        self.closed = True
+        self.gone.set()
 
 
 async def test_a_close_that_waits_for_the_gpu_holds_up_nothing_else(both: Both) -> None:
@@ -770,6 +776,60 @@ async def test_a_close_that_waits_for_the_gpu_holds_up_nothing_else(both: Both) 
     await asyncio.wait_for(closing, 60)
     assert gpu.went, "the loop stood still until it was too late"
     assert gpu.closed
+
+
+async def test_a_close_ends_though_a_gpu_never_does(
+    both: Both, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory that is registered at last is let go of by its thread."""
+    _, client = both
+    page, gpu = Fences(), SlowGpu()
+    monkeypatch.setattr(engine_module, "PAGE_S", 0.1)
+    client._page = page
+    registering = asyncio.create_task(asyncio.to_thread(page.register, gpu))  # type: ignore[arg-type]
+    await asyncio.to_thread(gpu.begun.wait, 60)
+    await client.close()
+    assert not gpu.closed, "it has waited for the GPU"
+    assert "page of fences" in caplog.text
+    gpu.going.set()
+    await registering
+    await asyncio.to_thread(gpu.gone.wait, 60)
+    assert gpu.closed
+
+
+@pytest.mark.parametrize("how", ["late", "cancelled", "the loop ends"])
+def test_what_is_made_for_nobody_is_ended_by_its_thread(how: str) -> None:
+    going, ended = threading.Event(), threading.Event()
+
+    async def wait() -> asyncio.Task[bool]:
+        making = made("test", lambda: going.wait(60), 0.1 if how == "late" else 60, lambda _: ended.set())
+        task = asyncio.create_task(making)
+        await asyncio.sleep(0)
+        if how == "cancelled":
+            task.cancel()
+        if how != "the loop ends":
+            with pytest.raises(TimeoutError if how == "late" else asyncio.CancelledError):
+                await task
+        return task
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(wait())
+    loop.close()
+    gc.collect()
+    going.set()
+    assert ended.wait(60)
+
+
+async def test_fences_that_a_gpu_never_registers_are_reported(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, client = both
+    gpu = SlowGpu()
+    monkeypatch.setattr(engine_module.cuda, "device", lambda name: gpu)
+    client.device, client._session.call_timeout_s = "cuda:0", 0.1
+    with pytest.raises(KvferryError, match="GPU") as late:
+        await client.open_fences()
+    assert (late.value.code, late.value.field) == ("deadline", "call_timeout_s")
+    assert "again" in late.value.remedy
+    gpu.going.set()
 
 
 HANDOVERS = """
