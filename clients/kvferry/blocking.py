@@ -194,8 +194,7 @@ class BlockingEngineClient:
                 next_at = self._loop.time() + PAUSE_S
                 try:
                     newest = await self._attach(timeout_s=AGAIN_S, resume=newest)
-                    async with self._noting:
-                        await self._take_up(newest, before)
+                    await self._take_up(newest, before)
                     client = newest
                     await before.close()
                 except _MemoryGone as error:
@@ -215,28 +214,29 @@ class BlockingEngineClient:
         resumed where it has all of the memory."""
         has_all = client.resumed
         try:
-            if client.peer_address != self._address:
-                raise Conflict(
-                    "address_changed",
-                    "the daemon is back with another address than the one that readers are told",
-                    field="advertise",
-                    value=client.peer_address,
-                    remedy=f"let it advertise {self._address}, or start the engine again",
-                )
-            for region in self._allocated if not client.resumed else ():
-                if isinstance(region, CudaRegion) and not region.outlives_daemon:
-                    message = "the cache lies in GPU memory of a daemon that has gone, which no other can be given"
-                    remedy = "start the engine again, beside a daemon that a keeper runs (kvferry keep)"
-                    raise _MemoryGone("memory_gone", message, field="region", value=region.id, remedy=remedy)
-                await client.adopt(region, again=True)
-            has_all = True
-            for memory in self._adopted:
-                await client.adopt(memory)
-            if self._fences_of is not None:
-                await client.open_fences(self._fences_of)
-            self._client = client
-            if self._manifest is not None:
-                await client.register(self._manifest)
+            async with self._noting:
+                if client.peer_address != self._address:
+                    raise Conflict(
+                        "address_changed",
+                        "the daemon is back with another address than the one that readers are told",
+                        field="advertise",
+                        value=client.peer_address,
+                        remedy=f"let it advertise {self._address}, or start the engine again",
+                    )
+                for region in self._allocated if not client.resumed else ():
+                    if isinstance(region, CudaRegion) and not region.outlives_daemon:
+                        message = "the cache lies in GPU memory of a daemon that has gone, which no other can be given"
+                        remedy = "start the engine again, beside a daemon that a keeper runs (kvferry keep)"
+                        raise _MemoryGone("memory_gone", message, field="region", value=region.id, remedy=remedy)
+                    await client.adopt(region, again=True)
+                has_all = True
+                for memory in self._adopted:
+                    await client.adopt(memory)
+                if self._fences_of is not None:
+                    await client.open_fences(self._fences_of)
+                self._client = client
+                if self._manifest is not None:
+                    await client.register(self._manifest)
         except BaseException as error:
             self._client = before
             await client.close(leave=not has_all or not isinstance(error, Exception))

@@ -40,7 +40,7 @@ from kvferry.protocol.book import Book
 from kvferry.protocol.book_values import aborted
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import LeaseState, SourceBody, TransferState
-from kvferry.session import CALL_S, Session, check_size
+from kvferry.session import CALL_S, Session, check_size, session_closed
 from kvferry.tables import Tables
 from kvferry.threads import made
 from kvferry.v1 import engine_pb2, layout_pb2
@@ -57,9 +57,10 @@ PAGE_S = 5.0
 """How long `close` waits for a GPU that still registers the page of fences."""
 LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
-GRACE_S = 5.0
-"""How long after the deadline of a receive the daemon may take to report its end."""
-PROBE_S = 2.5
+GRACE_S = 2.5
+"""How long after the deadline of a receive the daemon may be silent. The engine has its end 5 s after the deadline at
+the latest: this is for the daemon, and the rest for a pause, PROBE_S, and for a machine that is busy."""
+PROBE_S = 1.5
 """The pause before a daemon that keeps a deadline which has passed is asked again whether it is there."""
 TAKEN = frozenset({"region_taken", "already_registered"})
 """What a daemon says to a call that asks again, in another way, for what it has given."""
@@ -238,7 +239,7 @@ class EngineClient:
             self._on(b.Register())
             told: tuple[tuple[str, int], ...] = ()
             try:
-                described = await asyncio.to_thread(manifest_to_proto, manifest)  # 15 ms for 2,000 components
+                described = await self._made("describe", partial(manifest_to_proto, manifest))  # 15 ms for 2,000 parts
                 lost = self.lost
                 request = engine_pb2.RegisterRequest(
                     session=self.session, manifest=described, weights=self.weights,
@@ -270,6 +271,8 @@ class EngineClient:
             remedy = "publish when the writes have returned, without `after`"
             raise Malformed("fence_on_host", message, field="stream", value=self.device, remedy=remedy)
         async with self._opening:
+            if self._ending is not None:
+                raise session_closed()
             if self.fences is None:
                 page = self._page = self._page or Fences()
                 await self._made("register", lambda: page.register(cuda.device(f"cuda:{device}")))
@@ -399,11 +402,10 @@ class EngineClient:
         return Received(request_id, event.transfer_id, event.nbytes, moved, event.metadata, event.lease)
 
     async def _end_of(self, pending: Pending, deadline_s: float) -> None:
-        """Raises KvferryError as `_answer`, and Unsettled GRACE_S after the deadline or after the last word of the
-        daemon, whichever comes later."""
+        """Raises KvferryError as `_answer`, and Unsettled where the daemon is silent for GRACE_S: after the deadline,
+        or when it is asked again later."""
         now, bound = asyncio.get_running_loop().time, ("deadline_s", deadline_s)
-        probe_at, silent_at = now() + deadline_s, now() + deadline_s + GRACE_S
-        patience_s = deadline_s + GRACE_S
+        probe_at, patience_s = now() + deadline_s, deadline_s + GRACE_S
         if patience_s < self._session.call_timeout_s:
             await self._answer(pending, patience_s, event=pending.named, bound=bound)
         else:  # also where it is no number: the daemon says so
@@ -414,15 +416,15 @@ class EngineClient:
                     await pending.told.wait()
             except TimeoutError:
                 # An order may have moved the deadline: the daemon keeps it, for as long as it is there to do so.
-                await self._probe(pending, max(silent_at - now(), 0.0), bound)
-                probe_at, silent_at = now() + PROBE_S, now() + GRACE_S
+                await self._probe(pending, bound)
+                probe_at = now() + PROBE_S
         if isinstance(pending.end, KvferryError):
             raise pending.end
 
-    async def _probe(self, pending: Pending, timeout_s: float, bound: tuple[str, float]) -> None:
+    async def _probe(self, pending: Pending, bound: tuple[str, float]) -> None:
         """Raises Unsettled when the daemon says nothing in time. A daemon that refuses to answer is there."""
         try:
-            await self._ask(probe=engine_pb2.Probe(), timeout_s=timeout_s, bound=bound)
+            await self._ask(probe=engine_pb2.Probe(), timeout_s=GRACE_S, bound=bound)
         except Unsettled:
             if not pending.told.is_set():
                 self._on(b.Leave(pending))

@@ -19,7 +19,7 @@ import pytest
 from blows import ASKED, SUDDEN
 from fleet import Daemons
 from hosts import Host, host
-from scene import APART, DIRECT, RANKS, STAGED, STATES, Scene, Setting, scened
+from scene import APART, DIRECT, IN_UCX, RANKS, STAGED, STATES, Scene, Setting, scened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 LONG_S, SHORT_S = 20.0, 2.0
@@ -73,6 +73,20 @@ QUICK = (
 )
 """These run in `make test`."""
 GATE = (Row("kill", "source daemon", "reading", RANKS), Row("vanish", "line", "reading", APART))
+ABORTS = frozenset(
+    {
+        Row("kill", "reader daemon", "reading"),
+        Row("kill", "reader daemon", "not quiet"),
+        Row("kill", "reader engine", "reading"),
+        Row("kill", "reader engine", "not quiet"),
+        Row("kill", "reader daemon", "reading", RANKS),
+        Row("kill", "reader daemon", "not quiet", RANKS),
+        Row("kill", "reader engine", "reading", RANKS),
+        Row("kill", "reader engine", "not quiet", RANKS),
+        Row("kill", "reader daemon", "reading", STAGED),
+    }
+)
+"""The rows in which UCX may end the source, which stands still while its reader dies: docs/reliability.md."""
 ALL = sorted(rows(), key=lambda row: row.setting.name)
 TOGETHER = 8
 """Rows that one of several pytest processes plays, one after another and on one scene, under `--dist loadgroup`."""
@@ -114,9 +128,20 @@ async def test_nothing_is_lost_torn_or_left_behind(
     scene.broken = False
 
 
+@pytest.mark.xdist_group("quick rows")
+def test_only_the_last_words_of_ucx_are_its_own() -> None:
+    """A daemon's log names UCX and NIXL in every transfer."""
+    own = '{"transport": "UCX", "phases_ms": {"nixl": 1.2}, "event": "ucp_worker.c:3071 UCX  WARN  not flushed"}'
+    assert not IN_UCX.search(own)
+    assert IN_UCX.search("[vm:676  :0:724] ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout")
+    assert IN_UCX.search("[vm:1:0:1] stubs.c:32   Fatal: transport error: Endpoint timeout")
+
+
 async def played(scene: Scene, row: Row) -> list[str]:
     """The result: the row, how it ended, and after how many seconds it was noticed and recovered."""
     async with scene.brought(row.state, row.deadline_s) as request:
+        if row in ABORTS:
+            scene.aborts()
         began = time.monotonic()
         async with AsyncExitStack() as mending:
             if row.blow in SUDDEN:

@@ -53,6 +53,8 @@ class Daemon(engine_pb2_grpc.EngineServicer):
         self.ends.set()
         self.instance = ""
         """The instance of the daemon that says that the session has ended."""
+        self.attached = self.left = 0
+        """Sessions that were opened, and those that an engine has ended that ends itself."""
         self.refuses = False
         self.lease = 0
         """The number of the last that was published."""
@@ -61,6 +63,8 @@ class Daemon(engine_pb2_grpc.EngineServicer):
         self, commands: AsyncIterator[engine_pb2.Command], context: Any
     ) -> AsyncIterator[engine_pb2.Event]:
         assert (await anext(aiter(commands))).HasField("attach")
+        self.attached += 1
+        self.more.set()
         attached = engine_pb2.Attached(session="s", peer_address="127.0.0.1:1", device="cpu", deadline_s=60)
         yield engine_pb2.Event(attached=attached)
         listening = asyncio.create_task(self._listen(commands))
@@ -77,6 +81,8 @@ class Daemon(engine_pb2_grpc.EngineServicer):
         return engine_pb2.RegisterReply()
 
     async def End(self, request: engine_pb2.EndRequest, context: Any) -> engine_pb2.EndReply:
+        self.left += request.leave
+        self.more.set()
         self.ending.set()
         await self.ends.wait()
         return engine_pb2.EndReply(instance=self.instance)
@@ -334,6 +340,20 @@ async def test_a_receive_ends_soon_after_its_deadline_however_long_other_calls_m
     await asyncio.wait_for(failed.value.quiesced(), 60)
     await client.abort("Q")  # answered after all that was said before
     assert not any(client._book.sizes().values())
+
+
+async def test_a_daemon_has_the_same_time_for_each_question_about_an_overdue_receive(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the pause between them is."""
+    daemon, client = both
+    monkeypatch.setattr(engine_module, "PROBE_S", engine_module.GRACE_S)
+    receiving = asyncio.create_task(client.receive("R", TABLES, deadline_s=0.1))
+    await daemon.until("receive [1, 2]", "probe", "probe")
+    await everything_heard(daemon, client)
+    assert not receiving.done()
+    daemon.end("t0")
+    assert (await asyncio.wait_for(receiving, 60)).transfer_id == "t0"
 
 
 async def test_a_daemon_that_refuses_to_answer_for_an_overdue_receive_is_there(both: Both) -> None:
@@ -681,6 +701,48 @@ async def test_a_listener_that_fails_keeps_no_engine_from_attaching_again(
         finally:
             await asyncio.to_thread(client.close)
     assert "kvferry's `say` failed" in caplog.text
+
+
+async def test_a_session_that_was_not_taken_up_yet_ends_with_the_client(tmp_path: Path) -> None:
+    async with served(tmp_path) as (daemon, path):
+        client = await asyncio.to_thread(
+            BlockingEngineClient.connect, path, engine_id="e", epoch="1", say=lambda words: None
+        )
+        holds, goes_on = threading.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            async with client._noting:
+                holds.set()
+                await goes_on.wait()
+
+        holding = client.start(hold())
+        await asyncio.to_thread(holds.wait, 60)
+        daemon.end_lease("vanished")
+        async with asyncio.timeout(60):
+            while daemon.attached < 2:
+                daemon.more.clear()
+                await daemon.more.wait()
+            while not client._noting._waiters:  # noqa: ASYNC110  nothing tells that the next session waits there
+                await asyncio.sleep(0.01)
+        closing = asyncio.create_task(asyncio.to_thread(client.close))
+        async with asyncio.timeout(60):
+            while not daemon.left:
+                daemon.more.clear()
+                await daemon.more.wait()
+        client._loop.call_soon_threadsafe(goes_on.set)
+        await closing
+        holding.result(60)
+        assert daemon.left == 1
+
+
+async def test_no_fences_are_made_for_a_client_that_is_closed(both: Both) -> None:
+    _, client = both
+    client.device = "cuda:0"
+    await client.close()
+    with pytest.raises(KvferryError) as refused:
+        await client.open_fences()
+    assert refused.value.code == "session_closed"
+    assert client._page is None
 
 
 async def test_what_arrives_while_the_weights_are_replaced_has_failed(both: Both) -> None:
