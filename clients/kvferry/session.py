@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import EncodeError, Message
 
 from kvferry.errors import KvferryError, Malformed, Unavailable
 from kvferry.file import File
-from kvferry.memory.handover import fetch, hand_over
+from kvferry.memory.handover import HANDOVER_S, fetch, hand_over
 from kvferry.outbox import Outbox
 from kvferry.process import Process
 from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, UNREACHABLE, error_of
+from kvferry.threads import made
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 
+T = TypeVar("T")
 CALL_S = 30.0
 """How long a call may take that does not wait for another party."""
 CLOSE_S = 2.0
 """How long `close` waits for the daemon's answer."""
 ASK_S, AGAIN_S = 5.0, 0.2
 """How long the daemon is given to confirm the end of a session, and the pause before it is asked again."""
+EXCHANGE_S = 4 * HANDOVER_S
+"""How long an exchange of files may take, which has a few steps."""
 OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
 
 
@@ -126,7 +131,7 @@ class Session:
                     copy.close()
 
         async def watched() -> str:
-            ticket, process = await asyncio.to_thread(handed)
+            ticket, process = await self._exchanged(handed)
             if process is not None:
                 if self._daemon is None and not self._closing:
                     self._daemon = process
@@ -139,7 +144,15 @@ class Session:
 
     async def fetch(self, ticket: str) -> File:
         """As `kvferry.memory.handover.fetch`, on a thread."""
-        return await asyncio.to_thread(fetch, self._socket, self.id, ticket)
+        return await self._exchanged(partial(fetch, self._socket, self.id, ticket))
+
+    async def _exchanged(self, exchange: Callable[[], T]) -> T:
+        """By a thread of its own: those of the loop may all wait for the engine's GPU."""
+        try:
+            return await made("kvferry-exchange", exchange, EXCHANGE_S)
+        except TimeoutError:
+            message, remedy = f"{self.whom} exchanged no files within {EXCHANGE_S:g} s", "see the daemon's log"
+            raise Unavailable("handover_failed", message, field="socket", value=self._socket, remedy=remedy) from None
 
     async def close(self, *, leave: bool = True) -> None:
         """Calls that wait, and all from now on, raise KvferryError (`session_closed`). leave: the engine ends;

@@ -951,12 +951,39 @@ def test_no_descriptor_is_left_when_the_loop_ends_during_an_exchange(tmp_path: P
         loop.close()
         daemon.stdin.write(b"go on\n")
         daemon.stdin.flush()
-        threads.shutdown()  # waits for the exchange
+        for thread in threading.enumerate():
+            if thread.name == "kvferry-exchange":
+                thread.join(60)
         exchanging.clear()
         del session, loop
         gc.collect()
         assert open_files() <= before
         daemon.stdin.close()
+
+
+@pytest.mark.parametrize("what", ["fetch", "hand_over"])
+def test_an_exchange_waits_for_no_other_work_of_the_loop(tmp_path: Path, what: str) -> None:
+    """Engines wait for their GPU there."""
+    going = threading.Event()
+
+    async def exchange() -> None:
+        asyncio.get_running_loop().set_default_executor(threads)
+        session = await session_of(str(tmp_path / "s"))
+        async with asyncio.timeout(20):
+            with pytest.raises(KvferryError) as failed:
+                await (session.fetch("t") if what == "fetch" else session.hand_over([]))
+        assert failed.value.code == "handover_failed"
+        await session.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(going.wait, 60)
+        threads.submit(going.wait, 60)
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(exchange())
+        finally:
+            going.set()
+            loop.close()
 
 
 async def session_of(path: str) -> Session:
