@@ -9,6 +9,7 @@ from typing import Any
 from planted import changed, no_effects, nothing, without
 
 from kvferry.protocol import reading as r
+from kvferry.protocol import transfer
 from kvferry.protocol import transfer_events as t
 from kvferry.protocol.reading import Computed, Following
 from kvferry.protocol.transfer import Progress
@@ -61,6 +62,18 @@ def deaf(part: Progress, event: Any, now: float, on: Any = Progress.on) -> Any:
     return [] if isinstance(event, t.Led) and part.awaits_first else on(part, event, now)
 
 
+def meet_once(part: Progress, met: t.Met, now: float, meet: Any = Progress._meet) -> Any:
+    part._met = 1
+    return meet(part, met, now)
+
+
+def from_the_first(part: Progress, now: float, go_on: Any = Progress._go_on) -> Any:
+    """What is wanted begins later."""
+    if part._pass.at == part._pass.first:
+        part._pass = r.Pass(0, 0)
+    return go_on(part, now)
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "ranks do not compare their leases": (Progress, "_proven", done_uncompared),
     "what rank 0 says at the end is not heard": (Progress, "on", deaf),
@@ -76,4 +89,8 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a lost stream is not noticed": (Following, "on", ignoring(r.Over)),
     "what was announced is never opened": (Following, "on", ignoring(r.Due)),
     "weights are not compared": (Computed, "check", nothing),
+    "a daemon that started anew is taken for the one before": changed(Progress, "_give_up", without(t.Forget)),
+    "hands are shaken only once": (Progress, "_meet", meet_once),
+    "what was never published is wanted, and done": (transfer, "check_published", nothing),
+    "tokens before those that are wanted are read": (Progress, "_go_on", from_the_first),
 }

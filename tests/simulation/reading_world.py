@@ -6,12 +6,13 @@ seed says so, or never. Announcements come before they are wanted, or late, or o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import source_world
-from source_world import DEADLINE_S, NAMES, Link, ReaderRank, Receive, SourceRank
+from source_world import BLOCKS, DEADLINE_S, NAMES, Link, ReaderRank, Receive, SourceRank
 from staged_world import Sent, Staging
 from violation import Violation
 
@@ -46,6 +47,8 @@ class RankPart:
     due: set[int] = field(default_factory=set)
     lives: dict[int, int] = field(default_factory=dict)
     """Lives of the sources' daemons, when hands were shaken."""
+    grain: int = 1
+    """Blocks that are moved together, but for the last."""
     bytes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Tags by source rank and block."""
     left: list[tuple[int, int]] | None = None
@@ -68,6 +71,10 @@ class RankPart:
     def over(self) -> bool:
         return self.state != "reads"
 
+    def tokens(self, prefill: source_world.Prefill) -> range:
+        """What is wanted of this lease."""
+        return range(*(self.wanted.tokens or (0, sum(prefill.parts))))
+
     def progress(self) -> tuple[object, ...]:
         """Equal only where nothing has been done."""
         staged = {rank: staging.progress() for rank, staging in self.staging.items()}
@@ -82,6 +89,8 @@ class World(source_world.World):
     def __init__(self, seed: int, *, told: Callable[[str], None] | None = None) -> None:
         super().__init__(seed, told=told)
         self.arisen: list[tuple[RankPart, t.TransferEvent]] = []
+        self.known: defaultdict[ReaderRank, dict[int, int]] = defaultdict(dict)
+        """By source rank: the life of its daemon with which each reader's has shaken hands."""
 
     def blow(self) -> None:
         if self.rng.random() < 0.5:
@@ -103,13 +112,14 @@ class World(source_world.World):
         receive = Receive(name, self.attempts[engine, name], lease or 0, staged, self.now + DEADLINE_S)
         alike = lease is not None or rng.random() < 0.6
         named = rng.choice((0, last)) if lease is None else lease
+        tokens = self._range(any_length=lease is None)
         for reader in self.engines[engine]:
             if not alike:
                 named = rng.choice((0, last, max(0, last - 1)))
             # An engine that names a lease by epoch and number names the same on every rank.
             epoch = EPOCH if named and alike and rng.random() < 0.7 else ""
             wanted = t.Wanted(
-                name, reader.who.rank, epoch, named, Computed(weights=self.weights), None, rng.random() < 0.3
+                name, reader.who.rank, epoch, named, Computed(weights=self.weights), tokens, rng.random() < 0.3
             )
             every = tuple(at.index for at in self.sources)
             read = every if rng.random() < 0.8 else (rng.choice(every),)
@@ -120,6 +130,13 @@ class World(source_world.World):
             )
         self.receives.append((engine, receive))
         return receive
+
+    def _range(self, *, any_length: bool) -> tuple[int, int] | None:
+        """One block is in every prefill."""
+        if self.rng.random() < 0.7:
+            return None
+        first = self.rng.choice((0, 0, 1, 2)) if any_length else 0
+        return first, first + (self.rng.randint(1, 3) if any_length else 1)
 
     @staticmethod
     def _of(parts: Iterable[Any]) -> list[RankPart]:
@@ -145,7 +162,7 @@ class World(source_world.World):
                 case t.Say(rank, r.OpenLater()):
                     part.due.add(rank)
                 case t.Forget():
-                    pass  # a link that is broken is not used again
+                    self.known[part.reader].clear()
         part.machine.check()
         self._check_listening(part)
         if part.machine.do is not do:
@@ -169,6 +186,10 @@ class World(source_world.World):
         if link.broken:
             self.told(part, t.Told(rank, r.Over(opening, _lost())))
             return
+        if part.lives[rank] != link.life:
+            why = PeerFailed("stale_instance", "hands were shaken with the daemon before this one")
+            self.told(part, t.Told(rank, r.Over(opening, why)))
+            return
         part.numbers[rank] = number = next(link.readings)
         link.parts[number] = (part, rank, opening)  # type: ignore[assignment]
         link.up.append(e.Ask(Reading(link.number, number), name, lease, part.receive.attempt, known))
@@ -178,7 +199,7 @@ class World(source_world.World):
             raise Violation("closed as read, and is not")
         if said.complete:
             assert part.read_lease is not None
-            count = sum(self.prefills[part.read_lease[1] - 1].parts) if rank in part.read else 0
+            count = len(part.tokens(self.prefills[part.read_lease[1] - 1])) if rank in part.read else 0
             if said.lease != part.read_lease[1] or said.nbytes < count:
                 raise Violation("closed as another lease, or as fewer bytes", f"{said}, {part.read_lease}, {count}")
         link, number = part.links[rank], part.numbers.pop(rank, 0)
@@ -211,9 +232,12 @@ class World(source_world.World):
             raise Violation("done with the lease of another request")
         if prefill.weights != part.wanted.computed.weights:
             raise Violation("done with what other weights computed")
-        if verdict.tokens != (0, sum(prefill.parts)):
+        wanted, tags = part.tokens(prefill), prefill.tags(sum(prefill.parts))
+        if range(*verdict.tokens) != wanted:
             raise Violation("done with a part of it", f"{verdict.tokens}")
-        meant = {(rank, at): tag for rank in part.read for at, tag in enumerate(prefill.tags(sum(prefill.parts)))}
+        if wanted.stop > len(tags):
+            raise Violation("done with what was never published", f"{wanted} of {len(tags)}")
+        meant = {(rank, at): tags[at] for rank in part.read for at in wanted}
         if part.machine.nbytes != len(meant):
             raise Violation("its bytes are miscounted", f"{part.machine.nbytes} of {len(meant)}")
         if part.wanted.sums and not part.compared:
@@ -277,10 +301,11 @@ class World(source_world.World):
             self.told(part, t.Failed(PeerFailed("peer_unreachable", "by chance")))
             return
         part.links = {at.index: self._link_to(part.reader, at) for at in self.sources}
-        part.lives = {at.index: at.life for at in self.sources}
+        part.lives = {at.index: self.known[part.reader].setdefault(at.index, at.life) for at in self.sources}
         told = {rank: self._announced(part, part.links[rank]) for rank in part.read}
         others = [at.index for at in self.sources if at.index not in told]
-        self.told(part, t.Met(EPOCH, told, others, self.rng.choice((1, 2))))
+        part.grain = self.rng.choice((1, 2))
+        self.told(part, t.Met(EPOCH, told, others, part.grain))
 
     def _link_to(self, reader: ReaderRank, at: SourceRank) -> Link:
         link = reader.links.get(at.index)
@@ -293,13 +318,15 @@ class World(source_world.World):
     @staticmethod
     def _announced(part: RankPart, link: Link) -> Seen | None:
         view = link.announced.get(part.receive.name)
-        if view is None or part.wanted.lease not in (0, view.terms.number):
+        met = part.lives[link.source.index] == link.life
+        if not met or view is None or part.wanted.lease not in (0, view.terms.number):
             return None
         del link.announced[part.receive.name]
         return seen_of(view)
 
     def _move(self, part: RankPart, do: t.Move) -> None:
         if part.left is None:
+            self._check_range(part, do)
             part.left = [(rank, at) for rank in part.read if rank not in do.without for at in range(*do.tokens)]
             part.staging, part.packed, part.failed = {}, set(), {}
         if part.receive.staged:
@@ -308,6 +335,14 @@ class World(source_world.World):
             self._read_block(part)
         else:
             self.told(part, t.Moved(self._counts(part, do)))
+
+    @staticmethod
+    def _check_range(part: RankPart, do: t.Move) -> None:
+        first, last = part.wanted.tokens or (0, BLOCKS)
+        if not first <= do.tokens[0] <= do.tokens[1] <= last:
+            raise Violation("blocks are written that were not asked for", f"{do.tokens} of {part.wanted.tokens}")
+        if not do.states and do.tokens[1] % part.grain:
+            raise Violation("a part of a block is moved", f"{do.tokens} by {part.grain}")
 
     def _counts(self, part: RankPart, do: t.Move) -> dict[int, int]:
         count = do.tokens[1] - do.tokens[0]
