@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from planted import Planted, changed, no_effects, nothing, without
@@ -14,6 +15,7 @@ from kvferry.protocol.leases import Leases
 from kvferry.protocol.packing import Packing
 from kvferry.protocol.readers import Readers
 from kvferry.protocol.serving import Serving
+from kvferry.protocol.values import ReaderId
 from kvferry.protocol.waits import Waits
 
 
@@ -91,6 +93,10 @@ def no_tombstone(held: Any, leases: Leases, name: str, number: int) -> Any:
     return None if isinstance(held, Exception) and leases.get(name) is None else held
 
 
+def of_any_place(waits: Waits, request_id: str, who: ReaderId, refusal: Any = Waits.refusal) -> Any:
+    return refusal(waits, request_id, replace(who, host=""))
+
+
 PLANTED: dict[str, Planted] = {
     "the word is cleared after the engine is told": changed(Leases, "_end", word_last),
     "the word is never cleared": changed(Leases, "_end", without(e.ClearWord)),
@@ -106,6 +112,7 @@ PLANTED: dict[str, Planted] = {
     "a time to live that begins anew is forgotten": (Alarms, "set", first_set_counts),
     "nothing expires": (Leases, "_settle", no_effects),
     "readers that wait are not told of the publish": (Waits, "up_to", no_effects),
+    "one place takes all the waits": (Waits, "refusal", of_any_place),
     "it is forgotten that a lease has ended": changed(Leases, "_held", no_tombstone),
     "readers are not told of an end": (Leases, "_over", no_effects),
     "a publish drops what ranks have closed of later leases": (Leases, "_publish", forgotten_with_the_lease),

@@ -14,7 +14,7 @@ import itertools
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from staged_world import SLOTS, Arena, Event, Sent, Staging, fed, stand
@@ -177,7 +177,9 @@ class World:
             for index in range(self.rng.choice((1, 2)))
         ]
         self.engines = {
-            f"d{number}": [ReaderRank(ReaderId(f"d{number}", "1", rank, of)) for rank in range(of)]
+            f"d{number}": [
+                ReaderRank(ReaderId(f"d{number}", "1", rank, of, host=self._host(number, rank))) for rank in range(of)
+            ]
             for number, of in enumerate(self.rng.choice(((1,), (2,), (1, 2), (3,), (2, 1, 1))))
         }
         self.attempts: Counter[tuple[str, str]] = Counter()
@@ -189,6 +191,10 @@ class World:
         self.ends: Counter[str] = Counter()
         self.pairs: Counter[tuple[str, str]] = Counter()
         """How often each event met each state of its lease."""
+
+    def _host(self, engine: int, rank: int) -> str:
+        """Two ranks have one, so that each can wait for one request. A caller without an address has no bound."""
+        return f"10.0.{engine}.{rank // 2}" if self.rng.random() < 0.7 else ""
 
     def tell(self, line: str) -> None:
         if self._told is not None:
@@ -263,6 +269,9 @@ class World:
         for name, bound in most.items():
             if sizes.get(name, 0) > bound:
                 raise Violation(f"more than may be kept: {name}", f"{sizes[name]} of {bound}")
+        for host, waiting in Counter(who.host for _, who in at.source.leases._waits).items():
+            if host and waiting > LIMIT // 2:
+                raise Violation("one place takes all the waits", f"{waiting} from {host}")
 
     # ---- the engine that publishes ----
 
@@ -640,7 +649,7 @@ class World:
                 if owner == engine and not part.over:
                     part.state = "died"
         epoch = str(int(ranks[0].who.epoch) + 1)
-        self.engines[engine] = [ReaderRank(ReaderId(engine, epoch, it.who.rank, len(ranks))) for it in ranks]
+        self.engines[engine] = [ReaderRank(replace(it.who, epoch=epoch)) for it in ranks]
         for name in NAMES:
             self.attempts[engine, name] = 0
 
