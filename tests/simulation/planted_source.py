@@ -97,6 +97,12 @@ def of_any_place(waits: Waits, request_id: str, who: ReaderId, refusal: Any = Wa
     return refusal(waits, request_id, replace(who, host=""))
 
 
+def place_kept(waited: Any, waits: Waits, *_: Any) -> Any:
+    if waited is not None:
+        waits._at[waited[1].host] += 0
+    return waited
+
+
 PLANTED: dict[str, Planted] = {
     "the word is cleared after the engine is told": changed(Leases, "_end", word_last),
     "the word is never cleared": changed(Leases, "_end", without(e.ClearWord)),
@@ -113,6 +119,7 @@ PLANTED: dict[str, Planted] = {
     "nothing expires": (Leases, "_settle", no_effects),
     "readers that wait are not told of the publish": (Waits, "up_to", no_effects),
     "one place takes all the waits": (Waits, "refusal", of_any_place),
+    "a place that waits no more is remembered": changed(Waits, "pop", place_kept),
     "it is forgotten that a lease has ended": changed(Leases, "_held", no_tombstone),
     "readers are not told of an end": (Leases, "_over", no_effects),
     "a publish drops what ranks have closed of later leases": (Leases, "_publish", forgotten_with_the_lease),

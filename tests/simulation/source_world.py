@@ -785,7 +785,7 @@ class World:
             sizes = at.source.sizes()
             if sizes["live"] or at.words or any(at.index in each.ranks for each in self.prefills):
                 raise Violation("a lease does not end", f"{sizes}")
-            for name in ("opened", "waiting", "awaited", "alarms", "heap", "queued"):
+            for name in ("opened", "waiting", "waiting at", "awaited", "alarms", "heap", "queued"):
                 if sizes.get(name, 0):
                     raise Violation(f"something is left: {name}", f"{sizes}")
             if at.fences:
