@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferryd.observe import logs
@@ -56,10 +56,14 @@ async def _taken(step: Step, about: dict[str, object]) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def tried(step: str, **about: object) -> Iterator[None]:
+class tried(contextlib.AbstractContextManager[None, bool]):  # noqa: N801  as those of contextlib
     """The same for a step that is taken inside: its failure is logged, and goes no further."""
-    try:
-        yield
-    except Exception:
-        log.exception("a step of an end failed", step=step, **about)
+
+    def __init__(self, step: str, **about: object) -> None:
+        self._step, self._about = step, about
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        log.error("a step of an end failed", step=self._step, exc_info=error, **self._about)
+        return True

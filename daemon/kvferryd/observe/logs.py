@@ -1,7 +1,7 @@
 """A structured line per event, on stderr: text for people, JSON for machines.
 
 Modules take their logger with `logs.get(__name__)` and name what a line is about with `bound(transfer_id=...)`.
-uvicorn, grpc and everything else that logs through the standard library goes through the same pipe.
+uvicorn, grpc and everything else that logs through the standard library goes to the same place.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import logging
 import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
-from structlog.typing import EventDict, Processor, WrappedLogger
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from kvferryd.config import Config
 from kvferryd.observe.foreign import LOST, Writer
@@ -89,6 +90,14 @@ class Trace:
 UNTRACED = Trace()
 
 
+class _Lines:
+    """The end of structlog's chain for our own lines: `logging` would take each apart and put it together again."""
+
+    def __init__(self, name: str, put: Callable[[str], None]) -> None:
+        self.name = name
+        self.debug = self.info = self.warning = self.error = self.critical = put
+
+
 class _Handler(logging.Handler):
     """Lines are made by who logs, and written by a thread. When the interpreter ends it waits until they are written;
     not by `logging.shutdown`: logging forgets its handlers where a library (NIXL does) calls `dictConfig`."""
@@ -107,6 +116,11 @@ class _Handler(logging.Handler):
         else:
             self._writer.put(line)
 
+    def put(self, line: str) -> None:
+        """A line that is made already. Called on any thread."""
+        with self.lock:  # type: ignore[union-attr]  # None before __init__ alone
+            self._writer.put(line)
+
     def flush(self) -> None:
         self._writer.flush()
 
@@ -117,62 +131,54 @@ class _Handler(logging.Handler):
 
 def configure(config: Config, descriptor: int = 2) -> None:
     """Send every line to `descriptor` as the settings say. May be called again."""
-    shared: list[Processor] = [
+    about: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
-        structlog.processors.StackInfoRenderer(),
     ]
-    last: list[Processor]
+    last: list[Processor] = [
+        structlog.processors.format_exc_info,  # not rich's, which shows local variables, tokens among them
+        _cut,
+    ]
     if config.log_format == "json":
-        last = [structlog.processors.JSONRenderer(default=str)]
+        last.append(structlog.processors.JSONRenderer(default=str))
     else:
-        last = [
+        last.append(
             structlog.dev.ConsoleRenderer(
                 colors=os.isatty(descriptor),
                 timestamp_key="time",
                 pad_event_to=0,
                 exception_formatter=structlog.dev.plain_traceback,  # without it, a warning of what is formatted already
             )
-        ]
-    structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            _Bounded(),
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,  # loggers are taken at import, before the settings are known
-    )
+        )
     formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
-        processors=[
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            structlog.processors.format_exc_info,  # not rich's, which shows local variables, tokens among them
-            _cut,
-            *last,
-        ],
+        foreign_pre_chain=[*about, structlog.stdlib.ExtraAdder()],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+    )
+    handler = _Handler(descriptor, formatter)
+    structlog.configure(
+        processors=[_Bounded(), *about, *last],
+        logger_factory=lambda name: _Lines(name, handler.put),
+        wrapper_class=structlog.make_filtering_bound_logger(config.log_level),
+        cache_logger_on_first_use=False,  # loggers are taken at import, before the settings are known
     )
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _Handler)]:
         root.removeHandler(old)
-    root.addHandler(_Handler(descriptor, formatter))
+    root.addHandler(handler)
     root.setLevel(logging.WARNING)  # libraries: what is wrong, not what they do
     for name in ("uvicorn", "uvicorn.error"):  # an earlier server in this process gave it a pipe of its own
         theirs = logging.getLogger(name)
         theirs.handlers.clear()
         theirs.propagate = True
         theirs.setLevel(logging.NOTSET)
-    logging.getLogger("kvferryd").setLevel(config.log_level.upper())
     logging.getLogger("uvicorn.access").disabled = True  # requests have a line of their own: `kvferryd.api.rest.gate`
 
 
-def get(name: str) -> structlog.stdlib.BoundLogger:
+def get(name: str) -> FilteringBoundLogger:
     """The logger of a module. Lines are an event and key=value pairs: `log.info("transfer ended", state=...)`."""
-    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    logger: FilteringBoundLogger = structlog.get_logger(name)
     return logger
 
 

@@ -21,7 +21,7 @@ from kvferryd.plan.axes import Ints, offsets
 from kvferryd.plan.left import NOTHING, Left
 from kvferryd.plan.plan import Copy, Meeting, Plan
 from kvferryd.plan.rows import Pattern, coalesce
-from kvferryd.plan.segments import EVERY, Segments, Steps, distinct, global_token, local_tokens, shared
+from kvferryd.plan.segments import EVERY, Segments, Steps, counted, distinct, global_token, local_tokens, shared
 
 EXACT_RUNS = 16_384
 """Up to this many runs, those of different rows are joined too (a sort, 1 ms); beyond, only a few could still join, and
@@ -88,11 +88,10 @@ class Bound:
     @property
     def most_runs(self) -> int:
         """At least run_count, without making any run."""
-        lengths = ((copy, each.steps, *np.unique(each.tokens, return_counts=True)) for copy, each in self.pairs)
         return sum(
-            copy.most_runs(tokens, steps) * times
-            for copy, steps, found, counts in lengths
-            for tokens, times in zip(found.tolist(), counts.tolist(), strict=True)
+            copy.most_runs(tokens, each.steps) * times
+            for copy, each in self.pairs
+            for tokens, times in counted(each.tokens)
         )
 
     @cached_property

@@ -112,9 +112,10 @@ class Copy:
         hundreds have many partial lengths, so not all of them are kept."""
         return lru_cache(maxsize=64)(lambda tokens, steps: patterns(self.boxes, self._slots(tokens, steps)))
 
-    def most_runs(self, tokens: int, steps: Steps) -> int:
-        """At least as many runs as a segment of so many tokens has, without making any."""
-        return most_runs(self.boxes, self._slots(tokens, steps))
+    @cached_property
+    def most_runs(self) -> Callable[[int, Steps], int]:
+        """At least as many runs as a segment of so many tokens has, without making any; kept as `patterns` are."""
+        return lru_cache(maxsize=64)(lambda tokens, steps: most_runs(self.boxes, self._slots(tokens, steps)))
 
     def _slots(self, tokens: int, steps: Steps) -> tuple[Loop, ...]:
         return steps.loops(tokens, step(self.source.slot), step(self.destination.slot))

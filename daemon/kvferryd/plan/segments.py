@@ -244,6 +244,13 @@ def _lengths(starts: Ints, ends: Ints) -> Ints:
     return lengths
 
 
+def counted(values: Ints) -> list[tuple[int, int]]:
+    """(value, how often it is there), ascending."""
+    values = np.sort(values, kind="stable")
+    first = np.concatenate(([0], np.flatnonzero(values[1:] != values[:-1]) + 1, [len(values)]))
+    return list(zip(values[first[:-1]].tolist(), np.diff(first).tolist(), strict=True)) if len(values) else []
+
+
 def distinct(values: Ints) -> Ints:
     """Sorted, each once. Runs of ascending values make a stable sort a merge: a tenth of the time of np.unique."""
     values = np.sort(values, kind="stable")

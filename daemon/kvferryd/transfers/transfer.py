@@ -469,7 +469,7 @@ class Transfer:
             self.wake()
         if awaits:
             self.phases.publish_awaited()
-        else:
+        elif self.phases.unpublished_since is not None:
             self.phases.published()
         if it.do is not before:
             self._heard.set()

@@ -86,16 +86,16 @@ class Read:
     problem: KvferryError | None = None
     """Why it fails."""
     abandoned: bool = False
+    nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.local.shape == self.remote.shape and self.local.shape[1] == 3
-        limit = CHUNK_BYTES[self.local_type]
-        self.local, self.remote = _split(self.local, limit), _split(self.remote, limit)
-        self.chunks = _chunks(self.local, limit)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.local[:, 1].sum())
+        self.nbytes, limit = int(self.local[:, 1].sum()), CHUNK_BYTES[self.local_type]
+        if self.nbytes > limit or len(self.local) > CHUNK_DESCRIPTORS:
+            self.local, self.remote = _split(self.local, limit), _split(self.remote, limit)
+            self.chunks = _chunks(self.local, limit)
+        elif len(self.local):
+            self.chunks.append((0, len(self.local)))
 
     def abandon(self) -> None:
         """Post nothing more. Posted bytes may still arrive, until `quiet`."""
