@@ -104,6 +104,20 @@ def test_a_line_of_a_library_is_of_bounded_length_and_ends_with_what_was_wrong(l
     assert "heard" in said and "Traceback" in said and "last of all" in said
 
 
+class _Unreadable:
+    def __repr__(self) -> str:
+        raise ValueError("unreadable")
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_a_value_that_cannot_be_shown_breaks_nobody_and_its_event_is_said(log: Log, form: str) -> None:
+    log.configure(log_format=form)
+    logs.get("kvferryd.x").warning("transfer ended", value=_Unreadable(), state="done")
+    logs.get("kvferryd.x").warning("goes on")
+    ended, goes_on = log.read().splitlines()
+    assert "transfer ended" in ended and "ValueError" in ended and "goes on" in goes_on
+
+
 def test_an_event_writes_so_many_lines_a_second_and_says_what_was_left_out(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

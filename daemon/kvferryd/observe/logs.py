@@ -11,13 +11,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import structlog
-from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, ProcessorReturnValue, WrappedLogger
 
 from kvferryd.config import Config
 from kvferryd.observe.foreign import LOST, Writer
@@ -53,6 +53,22 @@ def _cut(logger: WrappedLogger, method: str, line: EventDict) -> EventDict:
         if isinstance(value, str) and len(value) > LONGEST:
             line[name] = f"{value[: LONGEST // 2]} ... {value[-LONGEST // 2 :]}"
     return line
+
+
+def _never_failing(processors: Sequence[Processor]) -> Processor:
+    """All of them as one. Of a line that cannot be made, which no caller is to break over, the event is said."""
+
+    def make(logger: WrappedLogger, method: str, line: EventDict) -> ProcessorReturnValue:
+        made: Any = dict(line)
+        try:
+            for each in processors:
+                made = each(logger, method, made)
+        except Exception as error:  # noqa: BLE001  values of any kind are logged
+            known = {name: str(line[name]) for name in ("event", "level", "logger", "time") if name in line}
+            return processors[-1](logger, method, {**known, "unreadable": type(error).__name__})
+        return cast("ProcessorReturnValue", made)
+
+    return make
 
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -158,7 +174,7 @@ def configure(config: Config, descriptor: int = 2) -> None:
     )
     handler = _Handler(descriptor, formatter)
     structlog.configure(
-        processors=[_Bounded(), *about, *last],
+        processors=[_Bounded(), *about, _never_failing(last)],
         logger_factory=lambda name: _Lines(name, handler.put),
         wrapper_class=structlog.make_filtering_bound_logger(config.log_level),
         cache_logger_on_first_use=False,  # loggers are taken at import, before the settings are known
