@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.errors import KvferryError
 from kvferry.protocol import attempts as a
@@ -45,10 +45,9 @@ class Part:
     """Nothing can be written any more."""
     problem: KvferryError | None = None
 
-    key: Key = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.key = self.at.key(self.request_id)
+    @property
+    def key(self) -> Key:
+        return self.at.key(self.request_id)
 
     @property
     def reserved(self) -> bool:
