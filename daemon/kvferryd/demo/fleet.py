@@ -93,7 +93,8 @@ class Fleet:
         self.directory = directory or Path(tempfile.mkdtemp(prefix="kvferry-"))
         self.services: list[Service] = []
         self.keep_logs = directory is not None
-        self._ports: set[int] = set()
+        self._ports: list[socket.socket] = []
+        """A claim on each port that was given out, until `close`."""
 
     async def __aenter__(self) -> Fleet:
         return self
@@ -229,16 +230,17 @@ class Fleet:
             service.signal(signal.SIGKILL)  # also what a process left behind in its group
             service.process.wait()
         self.services.clear()
+        while self._ports:
+            self._ports.pop().close()
         if not self.keep_logs:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def free_port(self) -> int:
-        """A port that nobody listens on, and that this fleet has not given out before."""
+        """A port that nobody listens on, and that no fleet on this host is given before this one is closed."""
         for port in random.sample(PORTS, len(PORTS)):
-            with socket.socket() as probe:
-                if port not in self._ports and _binds(probe, port):
-                    self._ports.add(port)
-                    return port
+            if (claim := _claimed(port)) is not None:
+                self._ports.append(claim)
+                return port
         raise Full("no_free_port", f"no port of {PORTS} is free", remedy="end what listens on them")
 
     def _start(self, name: str, command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Path]:
@@ -281,12 +283,18 @@ def _end_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _binds(probe: socket.socket, port: int) -> bool:
+def _claimed(port: int) -> socket.socket | None:
+    """A socket of whose abstract name there is one on this host: the port is no other fleet's while it is open. None
+    where it has an owner, or somebody listens there."""
+    claim = socket.socket(socket.AF_UNIX)
     try:
-        probe.bind((HOST, port))
+        claim.bind(f"\0kvferry-fleet-port-{port}")
+        with socket.socket() as probe:
+            probe.bind((HOST, port))
     except OSError:
-        return False
-    return True
+        claim.close()
+        return None
+    return claim
 
 
 def _ended(service: Service) -> ServiceError:
