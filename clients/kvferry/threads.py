@@ -14,8 +14,8 @@ T = TypeVar("T")
 async def made(name: str, make: Callable[[], T], timeout_s: float, end: Callable[[T], object] = lambda _: None) -> T:
     """The result of `make`, by a thread of its own that holds up neither the loop nor the end of the process.
 
-    Where the caller is cancelled, its time is up (TimeoutError) or its loop ends first, a thread calls `end` with the
-    result. RuntimeError: the interpreter exits, and begins no thread any more.
+    A thread calls `end` with the result where the caller is cancelled, its time is up (TimeoutError) or its loop ends
+    first. RuntimeError: the interpreter exits, and begins no thread any more.
     """
     loop = asyncio.get_running_loop()
     there: asyncio.Future[T] = loop.create_future()

@@ -18,7 +18,7 @@ class Session:
     begins: frozenset[str]
     end: str
     broken_by: frozenset[str] = frozenset()
-    """Those with whose failure the engine ends the session."""
+    """Functions whose failure ends the session in the engine, too."""
 
     def goes_on(self, how: str, success: bool, *, is_open: bool) -> bool:
         """Whether it is open once this function has been called."""

@@ -68,7 +68,7 @@ def meet_once(part: Progress, met: t.Met, now: float, meet: Any = Progress._meet
 
 
 def from_the_first(part: Progress, now: float, go_on: Any = Progress._go_on) -> Any:
-    """What is wanted begins later."""
+    """The wanted tokens begin later."""
     if part._pass.at == part._pass.first:
         part._pass = r.Pass(0, 0)
     return go_on(part, now)

@@ -72,7 +72,7 @@ class RankPart:
         return self.state != "reads"
 
     def tokens(self, prefill: source_world.Prefill) -> range:
-        """What is wanted of this lease."""
+        """The tokens that are wanted of this lease."""
         return range(*(self.wanted.tokens or (0, sum(prefill.parts))))
 
     def progress(self) -> tuple[object, ...]:

@@ -56,7 +56,7 @@ def _cut(logger: WrappedLogger, method: str, line: EventDict) -> EventDict:
 
 
 def _never_failing(processors: Sequence[Processor]) -> Processor:
-    """All of them as one. Of a line that cannot be made, which no caller is to break over, the event is said."""
+    """All of them as one. A line that cannot be made breaks no caller: its event is said."""
 
     def make(logger: WrappedLogger, method: str, line: EventDict) -> ProcessorReturnValue:
         made: Any = dict(line)
