@@ -63,7 +63,7 @@ the latest: this is for the daemon, and the rest for a pause, PROBE_S, and for a
 PROBE_S = 1.5
 """The pause before a daemon that keeps a deadline which has passed is asked again whether it is there."""
 TAKEN = frozenset({"region_taken", "already_registered"})
-"""What a daemon says to a call that asks again, in another way, for what it has given."""
+"""A daemon refuses by these a call that asks again, in another way, for what it has given."""
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
 """At least so many bytes of new memory are filled, mapped and registered in a second; the longest that may take."""
 
@@ -634,7 +634,7 @@ class EngineClient:
 
 
 def _map(memory: engine_pb2.Memory, region: int, file: File | None) -> SharedRegion | CudaRegion:
-    """What the daemon has allocated, mapped here. file: of host memory, or by which a keeper holds that of a GPU."""
+    """Map here what the daemon has allocated. file: of host memory, or by which a keeper holds that of a GPU."""
     if memory.WhichOneof("kind") == "cuda":
         given = memory.cuda
         place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
@@ -653,7 +653,7 @@ def _map(memory: engine_pb2.Memory, region: int, file: File | None) -> SharedReg
 
 
 def _unmap(mapped: SharedRegion | CudaRegion) -> None:
-    """Nobody waits for it any more."""
+    """Let go of memory for which its caller waits no more."""
     mapped.close()
 
 

@@ -147,7 +147,7 @@ class Session:
         return await self._exchanged(partial(fetch, self._socket, self.id, ticket))
 
     async def _exchanged(self, exchange: Callable[[], T]) -> T:
-        """By a thread of its own: those of the loop may all wait for the engine's GPU."""
+        """Exchange files on a thread of its own: those of the loop may all wait for the engine's GPU."""
         try:
             return await made("kvferry-exchange", exchange, EXCHANGE_S)
         except TimeoutError:

@@ -90,7 +90,7 @@ class World(source_world.World):
         super().__init__(seed, told=told)
         self.arisen: list[tuple[RankPart, t.TransferEvent]] = []
         self.known: defaultdict[ReaderRank, dict[int, int]] = defaultdict(dict)
-        """By source rank: the life of its daemon with which each reader's has shaken hands."""
+        """Lives of the sources' daemons with which each reader's has shaken hands, by source rank."""
 
     def blow(self) -> None:
         if self.rng.random() < 0.5:

@@ -894,7 +894,7 @@ async def test_fences_that_a_gpu_never_registers_are_reported(both: Both, monkey
     gpu.going.set()
 
 
-HANDOVERS = """
+LISTENS = """
 import socket, sys
 with socket.socket(socket.AF_UNIX) as listening:
     listening.bind(sys.argv[1])
@@ -902,6 +902,8 @@ with socket.socket(socket.AF_UNIX) as listening:
     print("listens", flush=True)
     connection, _ = listening.accept()
     connection.recv(1 << 14)
+"""
+HANDOVERS = f"""{LISTENS}
     connection.sendall(bytes(4))  # an answer without a ticket
     sys.stdin.read()
 """
@@ -911,14 +913,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-GIVES = """
-import socket, sys
-with socket.socket(socket.AF_UNIX) as listening:
-    listening.bind(sys.argv[1])
-    listening.listen()
-    print("listens", flush=True)
-    connection, _ = listening.accept()
-    connection.recv(1 << 14)
+GIVES = f"""{LISTENS}
     print("asked", flush=True)
     sys.stdin.readline()
     socket.send_fds(connection, [bytes(4)], [0])

@@ -246,9 +246,8 @@ def _lengths(starts: Ints, ends: Ints) -> Ints:
 
 def counted(values: Ints) -> list[tuple[int, int]]:
     """(value, how often it is there), ascending."""
-    values = np.sort(values, kind="stable")
-    first = np.concatenate(([0], np.flatnonzero(values[1:] != values[:-1]) + 1, [len(values)]))
-    return list(zip(values[first[:-1]].tolist(), np.diff(first).tolist(), strict=True)) if len(values) else []
+    found = distinct(values)
+    return list(zip(found.tolist(), np.bincount(np.searchsorted(found, values)).tolist(), strict=True))
 
 
 def distinct(values: Ints) -> Ints:

@@ -469,7 +469,7 @@ class Transfer:
             self.wake()
         if awaits:
             self.phases.publish_awaited()
-        elif self.phases.unpublished_since is not None:
+        else:
             self.phases.published()
         if it.do is not before:
             self._heard.set()
