@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, owned_regions, until
@@ -17,6 +17,8 @@ from kvferry.engine import EngineClient
 from kvferry.errors import KvferryError
 from kvferry.memory import SharedRegion, memfd_region
 from kvferry.memory.handover import SUFFIX
+from kvferry.v1 import engine_pb2
+from kvferry.wire import manifest_to_proto
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -173,3 +175,31 @@ async def test_memory_that_could_not_be_fetched_is_fetched_by_the_next_call(
         assert failed.value.code == "handover_failed"
         os.rename(door + ".away", door)
         (await client.allocate(NBYTES)).close()
+
+
+async def test_a_key_stands_for_one_call(daemon: DaemonService, request_id: str) -> None:
+    """A call of another method, or with other arguments, that has the key of one that was obeyed is refused by name."""
+    async with await EngineClient.connect(daemon.socket, engine_id="keys", epoch=request_id) as client:
+        call, stub = client._session.call, client._session.stub
+        asked = engine_pb2.AllocateRequest(session=client.session, nbytes=NBYTES, idempotency_key="k")
+        first, again = await call(stub.Allocate, asked), await call(stub.Allocate, asked)
+        first.handed.ticket = again.handed.ticket = ""
+        assert first == again
+        region, own = await client.allocate(NBYTES, region=1), memfd_region(NBYTES, 2)
+        assert isinstance(region, SharedRegion)
+        manifest = manifest_to_proto(describe("keys", request_id, SHAPE, 0, region))
+        memory = await client._handed_over(own)
+        asks: list[tuple[Any, Any, str, str]] = [
+            (stub.Allocate, engine_pb2.AllocateRequest(region=2, nbytes=NBYTES), "k", "key_taken"),
+            (stub.Allocate, engine_pb2.AllocateRequest(nbytes=2 * NBYTES), "k", "key_taken"),
+            (stub.Adopt, engine_pb2.AdoptRequest(memory=memory), "k", "key_taken"),
+            (stub.Register, engine_pb2.RegisterRequest(manifest=manifest), "k", "key_taken"),
+            (stub.Allocate, engine_pb2.AllocateRequest(region=2, nbytes=NBYTES), "k" * 129, "malformed_key"),
+        ]
+        for method, request, key, code in asks:
+            request.session, request.idempotency_key = client.session, key
+            with pytest.raises(KvferryError) as refused:
+                await call(method, request)
+            assert (refused.value.code, refused.value.field) == (code, "idempotency_key")
+        own.close()
+        region.close()

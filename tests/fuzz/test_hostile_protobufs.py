@@ -66,6 +66,7 @@ def hostile(rng: random.Random, target: Target, raw: RawEngine, *addresses: str)
         "number": [0, 1, 2],
         "by": ["", "another"],
         "lease": [0, 1, 2],
+        "idempotency_key": ["", "k0", "k1"],
     }
     return Hostile(rng, known, {"nbytes": ALLOCATED})
 
@@ -137,14 +138,21 @@ async def test_calls_of_an_engine(attacked: Target, rng: random.Random, count: i
             good: dict[str, tuple[Message, type[Message]]] = {
                 "End": (engine_pb2.EndRequest(session="none"), engine_pb2.EndReply),
                 "Allocate": (
-                    engine_pb2.AllocateRequest(session=fresh.session, region=1, nbytes=4096), engine_pb2.Memory,
+                    engine_pb2.AllocateRequest(
+                        session=fresh.session, region=1, nbytes=4096, idempotency_key="k0"
+                    ),
+                    engine_pb2.Memory,
                 ),
-                "Adopt": (engine_pb2.AdoptRequest(session=fresh.session, memory=handed), engine_pb2.Memory),
+                "Adopt": (
+                    engine_pb2.AdoptRequest(session=fresh.session, memory=handed, idempotency_key="k1"),
+                    engine_pb2.Memory,
+                ),
                 "OpenFences": (
                     engine_pb2.OpenFencesRequest(session=fresh.session, ticket="x"), engine_pb2.OpenFencesReply,
                 ),
                 "Register": (
-                    engine_pb2.RegisterRequest(session=fresh.session, manifest=manifest), engine_pb2.RegisterReply,
+                    engine_pb2.RegisterRequest(session=fresh.session, manifest=manifest, idempotency_key="k0"),
+                    engine_pb2.RegisterReply,
                 ),
             }  # fmt: skip
             cases = []

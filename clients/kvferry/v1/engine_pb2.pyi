@@ -288,7 +288,9 @@ class AllocateRequest(google.protobuf.message.Message):
     region: builtins.int
     nbytes: builtins.int
     idempotency_key: builtins.str
-    """Names the call. One that repeats it, as its answer was lost, is given the same memory, also in a session that resumes."""
+    """Names the call, in at most 128 characters. One that repeats it, as its answer was lost, is given the same memory, also
+    in a session that resumes. A call of another method, or with other arguments, is refused as `key_taken`.
+    """
     def __init__(
         self,
         *,

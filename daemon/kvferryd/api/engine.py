@@ -144,8 +144,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
         session = self._session(request.session)
+        call = "allocate", request.region, request.nbytes
         region = await session.once(
-            request.idempotency_key, lambda: self._ferry.registry.allocate(session, request.region, request.nbytes)
+            request.idempotency_key, call, lambda: self._ferry.registry.allocate(session, request.region, request.nbytes)
         )
         memory = region.exported(request.region)
         if region.file >= 0:
@@ -159,8 +160,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         ticket = memory.handed.ticket or memory.cuda.ticket or memory.vmm.ticket
         files = self._handovers.take(request.session, ticket) if ticket else Files()
         try:
+            call = "adopt", memory.region, memory.nbytes
             await session.once(
-                request.idempotency_key, lambda: self._ferry.registry.adopt(session, memory, files.moved())
+                request.idempotency_key, call, lambda: self._ferry.registry.adopt(session, memory, files.moved())
             )
         finally:
             files.close()
@@ -178,7 +180,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         check_weights(request.weights)
         manifest = await asyncio.to_thread(manifest_from_proto, request.manifest)  # seconds, where it is large
         session = self._session(request.session)  # which may have ended meanwhile
-        engine = await session.once(request.idempotency_key, lambda: self._register(session, manifest, request.weights))
+        engine = await session.once(
+            request.idempotency_key, ("register", manifest), lambda: self._register(session, manifest, request.weights)
+        )
         if engine.weights != request.weights:
             self._ferry.replace_weights(engine, request.weights)
         engine.leases.on(Lose(tuple((each.request_id, each.lease) for each in request.lost)))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.outbox import Outbox
@@ -30,6 +30,9 @@ T = TypeVar("T")
 EVENTS = 1 << 14
 """The most events that wait for an engine to take them, beside those of all leases and transfers that end at once."""
 
+MAX_KEY = 128
+"""Characters of an idempotency key."""
+
 
 class Session:
     """Owns the regions, the page of fences and what is registered. `take` takes the steps that close them, as
@@ -41,12 +44,12 @@ class Session:
         self.unfreed = Unfreed() if unfreed is None else unfreed
         self.rank, self.id, self.resumed = rank, id, before is not None
         self.regions: dict[int, Region] = {}
-        self._given: dict[str, Any] = {}
-        """Results of calls, by their idempotency keys: regions and the engine."""
+        self._given: dict[str, tuple[object, Any]] = {}
+        """Calls that were obeyed, and their results (regions, the engine), by their idempotency keys."""
         if before is not None:
             self.regions, before.regions = before.regions, {}
             kept = set(self.regions.values())
-            self._given = {key: given for key, given in before._given.items() if given in kept}
+            self._given = {key: (call, given) for key, (call, given) in before._given.items() if given in kept}
         self._giving = asyncio.Lock()
         self.fences: Fences | None = None
         self.engine: Engine | None = None
@@ -89,17 +92,32 @@ class Session:
             if len(self.events) > self.most_events:
                 self.overfull.set()
 
-    async def once(self, key: str, give: Callable[[], Awaitable[T]]) -> T:
+    async def once(self, key: str, call: object, give: Callable[[], Awaitable[T]]) -> T:
         """The result of `give`, or of an earlier call of this key whose answer was lost. Calls wait for each other.
-        Raises KvferryError (`session_closed`)."""
+
+        call: the method and the arguments that its result depends on. A key stands for one call: results of two kinds
+        never meet. Raises KvferryError (`session_closed`, `key_taken`, `malformed_key`).
+        """
+        if (length := len(key)) > MAX_KEY:
+            remedy = f"at most {MAX_KEY} characters, for example a UUID; the same when the call is repeated"
+            raise Malformed(
+                "malformed_key", "the idempotency key is too long", field="idempotency_key",
+                value=f"{length} characters", remedy=remedy,
+            )  # fmt: skip
         async with self._giving:
             self.check_open()
             if key in self._given:
-                known: T = self._given[key]
-                return known
+                before, known = self._given[key]
+                if before != call:
+                    raise Conflict(
+                        "key_taken", "the idempotency key names a call of another method, or with other arguments",
+                        field="idempotency_key", value=key,
+                        remedy="give each call its own key, and repeat a call as it was",
+                    )  # fmt: skip
+                return cast(T, known)
             given = await give()
             if key:
-                self._given[key] = given
+                self._given[key] = call, given
             return given
 
     async def add(self, id: int, nbytes: int, make: Callable[[], Region]) -> Region:
