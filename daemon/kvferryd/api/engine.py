@@ -146,7 +146,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         session = self._session(request.session)
         call = "allocate", request.region, request.nbytes
         region = await session.once(
-            request.idempotency_key, call, lambda: self._ferry.registry.allocate(session, request.region, request.nbytes)
+            request.idempotency_key,
+            call,
+            lambda: self._ferry.registry.allocate(session, request.region, request.nbytes),
         )
         memory = region.exported(request.region)
         if region.file >= 0:
