@@ -212,7 +212,7 @@ class EngineClient:
         if isinstance(shared, CudaMemory | CudaRegion):
             memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(shared.exported)))
             if isinstance(shared, CudaRegion):
-                memory.cuda.ticket = await self._session.hand_over([shared.file])
+                memory.cuda.ticket = await self._session.hand_over([shared.file.fileno()])
         elif isinstance(shared, VmmMemory):
             allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
             try:
@@ -225,7 +225,7 @@ class EngineClient:
                 )
             )
         else:
-            ticket = await self._session.hand_over([shared.file])
+            ticket = await self._session.hand_over([shared.file.fileno()])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
         return memory
 
@@ -276,7 +276,7 @@ class EngineClient:
             if self.fences is None:
                 page = self._page = self._page or Fences()
                 await self._made("register", lambda: page.register(cuda.device(f"cuda:{device}")))
-                ticket = await self._session.hand_over([page.file])
+                ticket = await self._session.hand_over([page.file.fileno()])
                 request = engine_pb2.OpenFencesRequest(session=self.session, ticket=ticket)
                 try:
                     await self._session.call(self._session.stub.OpenFences, request)
@@ -640,7 +640,7 @@ def _map(memory: engine_pb2.Memory, region: int, file: File | None) -> SharedReg
         place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
         on_gpu = open_cuda_region(*place, region)
         if file is not None:
-            on_gpu.file = file.detach()
+            on_gpu.file = file
         return on_gpu
     with file or File(-1) as handed:
         mapped = open_region(handed.fileno(), memory.nbytes, region, memory.handed.offset)

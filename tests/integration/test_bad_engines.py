@@ -169,7 +169,7 @@ async def test_memory_that_is_not_there_is_not_adopted(victim: Victim) -> None:
     async with newcomer(victim) as client:
 
         async def adopting(memory: engine_pb2.Memory) -> KvferryError:
-            memory.handed.ticket = memory.handed.ticket and await client._session.hand_over([short.file])
+            memory.handed.ticket = memory.handed.ticket and await client._session.hand_over([short.file.fileno()])
             request = engine_pb2.AdoptRequest(session=client._session.id, memory=memory)
             return await refusal(victim.engine_door.Adopt(request))
 

@@ -103,7 +103,7 @@ def pool(engine: TestEngine) -> Span:
     """The engine's cache as its daemon has it mapped: what a peer might have learnt or guessed."""
     region = engine.ranks[0].region
     maps = Path(f"/proc/{engine.daemons[0].process.pid}/maps").read_text().splitlines()
-    inode = os.fstat(region.file).st_ino
+    inode = os.fstat(region.file.fileno()).st_ino
     (line,) = [line for line in maps if line.split()[4] == str(inode)]
     return Span(int(line.split("-")[0], 16), region.nbytes, "host")
 

@@ -43,7 +43,7 @@ def page() -> Iterator[Fences]:
 @pytest.fixture
 async def watch(page: Fences) -> AsyncIterator[watched.Fences]:
     """The daemon's side."""
-    watch = watched.Fences([page.file])
+    watch = watched.Fences([page.file.fileno()])
     page.handed()
     yield watch
     await watch.close()
@@ -161,15 +161,15 @@ async def test_a_page_that_could_shrink_under_the_daemon_is_refused(tmp_path: Pa
 
 async def test_the_writer_may_be_another_process_that_is_killed(page: Fences) -> None:
     """The daemon's side of an engine that writes in its own time, and then dies."""
-    watch = watched.Fences([page.file])
+    watch = watched.Fences([page.file.fileno()])
     fence, never = page.take(), page.take()
     script = (
         "import mmap, struct, sys; held = mmap.mmap(int(sys.argv[1]), 4096); sys.stdin.readline();"
         "struct.pack_into('=Q', held, 8 * int(sys.argv[2]), int(sys.argv[3])); sys.stdin.read()"
     )
-    arguments = [str(page.file), str(fence.word), str(fence.value)]
+    arguments = [str(page.file.fileno()), str(fence.word), str(fence.value)]
     command = [sys.executable, "-c", script, *arguments]
-    engine = subprocess.Popen(command, pass_fds=[page.file], stdin=subprocess.PIPE)  # noqa: ASYNC220  # killed below
+    engine = subprocess.Popen(command, pass_fds=[page.file.fileno()], stdin=subprocess.PIPE)  # noqa: ASYNC220  # killed below
     assert engine.stdin is not None
     try:
         wait = watch.reached(fence, LONG_S)

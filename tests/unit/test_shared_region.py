@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 import torch
 
+from kvferry.file import File
 from kvferry.memory import CudaRegion, SharedRegion, cuda, memfd_region, open_region
 
 
@@ -19,7 +20,7 @@ from kvferry.memory import CudaRegion, SharedRegion, cuda, memfd_region, open_re
 def region() -> SharedRegion:
     whole = memfd_region(8192)
     try:
-        return open_region(whole.file, 4096, offset=100)
+        return open_region(whole.file.fileno(), 4096, offset=100)
     finally:
         whole.close()
 
@@ -81,12 +82,24 @@ def _runs_beside_populate() -> bool:
         region.close()
 
 
+def test_a_region_that_nobody_closes_leaves_nothing_open() -> None:
+    """A caller that is cancelled, or a loop that ends, drops it."""
+    device, mapping = cast(cuda.Device, None), cast(cuda.Mapping, None)  # asked for nothing here
+    before = os.listdir("/proc/self/fd")
+    shared = memfd_region(4096)
+    on_gpu = CudaRegion(0, "cuda", 1, 0, device, mapping, file=File(os.dup(shared.file.fileno())))
+    assert len(os.listdir("/proc/self/fd")) > len(before)
+    del shared, on_gpu
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_gpu_memory_outlives_its_daemon_for_as_long_as_a_keeper_holds_it() -> None:
     device, mapping = cast(cuda.Device, None), cast(cuda.Mapping, None)  # asked for nothing here
     keeper, held = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with keeper:
-        region = CudaRegion(0, "cuda", 1, 0, device, mapping, file=held.detach())
+        region = CudaRegion(0, "cuda", 1, 0, device, mapping, file=File(held.detach()))
         assert region.outlives_daemon
     assert not region.outlives_daemon
-    os.close(region.file)
+    region.file.close()
+    assert not region.outlives_daemon
     assert not CudaRegion(0, "cuda", 1, 0, device, mapping).outlives_daemon

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import Full, KvferryError, Unavailable
+from kvferry.file import File
 from kvferry.memory import cuda
 from kvferry.memory.handover import sealed_file
 
@@ -40,9 +40,9 @@ class Fences:
     """The page of one engine. `close` it when nothing more is enqueued. Any thread may call."""
 
     def __init__(self) -> None:
-        self.file = sealed_file("kvferry-fences", NBYTES)
+        self.file = File(sealed_file("kvferry-fences", NBYTES))
         """To be handed to the daemon, which maps it; closed by `handed`."""
-        self._map = mmap.mmap(self.file, NBYTES)
+        self._map = mmap.mmap(self.file.fileno(), NBYTES)
         self.words: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64)
         self._given = np.zeros(WORDS, dtype=np.uint64)
         self._next = self._value = 0
@@ -52,9 +52,7 @@ class Fences:
 
     def handed(self) -> None:
         """The daemon has it. Idempotent."""
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+        self.file.close()
 
     def after(self, stream: int | torch.cuda.Stream, device: int = 0) -> Fence:
         """A fence that is reached when all that the stream was given until now is done and visible to everybody.

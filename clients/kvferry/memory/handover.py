@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -116,9 +117,27 @@ def sealed_file(name: str, nbytes: int) -> int:
     return file
 
 
-def check_sealed(file: int, nbytes: int) -> None:
-    """Raises KvferryError (`region_unavailable`) unless the file has so many bytes and can never have fewer: its owner
-    could otherwise end with SIGBUS whoever has it mapped."""
+def map_sealed(file: int, nbytes: int, offset: int = 0, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
+    """These bytes of a file, from the page on in which they begin. The caller may close the descriptor.
+
+    Raises KvferryError (`region_unavailable`), also unless the file can never have fewer bytes: its owner could end
+    with SIGBUS whoever has it mapped.
+    """
+    _check_sealed(file, offset + nbytes)
+    page = offset - offset % mmap.PAGESIZE
+    try:
+        return mmap.mmap(file, offset - page + nbytes, prot=prot, offset=page)
+    except (OSError, ValueError, OverflowError) as error:
+        raise unavailable(str(error)) from None
+
+
+def unavailable(why: str, path: str = "") -> KvferryError:
+    message = f"the shared region cannot be mapped: {why}"
+    remedy = "use the descriptor or path of a region that is open, with offset and nbytes inside it"
+    return Unavailable("region_unavailable", message, field="path" if path else "file", value=path, remedy=remedy)
+
+
+def _check_sealed(file: int, nbytes: int) -> None:
     try:
         sealed = bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # no kind of file that can be sealed

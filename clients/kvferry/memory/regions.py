@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import KvferryError, Malformed, Unavailable
+from kvferry.errors import KvferryError, Malformed
+from kvferry.file import File
 from kvferry.memory import cuda
-from kvferry.memory.handover import check_sealed, sealed_file
+from kvferry.memory.handover import map_sealed, sealed_file, unavailable
 from kvferry.memory.vmm import POSIX_FD
 
 if TYPE_CHECKING:
@@ -41,13 +42,13 @@ class SharedRegion:
     nbytes: int
     offset: int
     _map: mmap.mmap = field(repr=False)
-    file: int
-    """A descriptor of it, which can be handed to a daemon. No process can make the file smaller."""
+    file: File
+    """It can be handed to a daemon. No process can make it smaller."""
 
     @property
     def path(self) -> str:
         """The path at which a process of the same user and PID namespace can open it, while this region is open."""
-        return f"/proc/{os.getpid()}/fd/{self.file}"
+        return f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
 
     @property
     def address(self) -> int:
@@ -76,9 +77,7 @@ class SharedRegion:
 
     def close(self) -> None:
         """Unmap, as soon as no array or tensor uses the mapping any more. Idempotent."""
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+        self.file.close()
         with contextlib.suppress(BufferError):  # views are alive: the mapping goes with the last of them
             self._map.close()
 
@@ -97,7 +96,7 @@ def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0) -
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # the latter: a null character
-        raise _unavailable(str(error), path) from None
+        raise unavailable(str(error), path) from None
     try:
         return open_region(file, nbytes, region, offset)
     finally:
@@ -109,19 +108,11 @@ def open_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> Sha
 
     The caller may close the descriptor: the region has its own. Raises KvferryError (`region_unavailable`).
     """
-    check_sealed(file, offset + nbytes)
-    page = offset - offset % mmap.PAGESIZE
+    mapped = map_sealed(file, nbytes, offset)
     try:
-        mapped = mmap.mmap(file, offset - page + nbytes, offset=page)
-        return SharedRegion(region, "host", nbytes, offset, mapped, os.dup(file))
-    except (OSError, ValueError, OverflowError) as error:
-        raise _unavailable(str(error)) from None
-
-
-def _unavailable(why: str, path: str = "") -> KvferryError:
-    message = f"the shared region cannot be mapped: {why}"
-    remedy = "use the descriptor or path of a region that is open, with offset and nbytes inside it"
-    return Unavailable("region_unavailable", message, field="path" if path else "file", value=path, remedy=remedy)
+        return SharedRegion(region, "host", nbytes, offset, mapped, *File.copies([file]))
+    except OSError as error:
+        raise unavailable(str(error)) from None
 
 
 @dataclass(slots=True, eq=False)
@@ -139,15 +130,15 @@ class CudaRegion:
     _mapping: cuda.Mapping = field(repr=False)
     pools: list[object] = field(default_factory=list, repr=False)
     """torch's pools that allocate in here: see torch_pool."""
-    file: int = -1
-    """A descriptor by which the daemon's keeper holds the memory; -1 where it goes with the daemon."""
+    file: File = field(default_factory=lambda: File(-1), repr=False)
+    """By it the daemon's keeper holds the memory; closed where that goes with the daemon."""
 
     @property
     def outlives_daemon(self) -> bool:
         """Whether the next daemon can be given it: its keeper is there."""
-        if self.file < 0:
+        if self.file.fileno() < 0:
             return False
-        with socket.socket(fileno=os.dup(self.file)) as held:
+        with socket.socket(fileno=os.dup(self.file.fileno())) as held:
             try:
                 return bool(held.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
             except BlockingIOError:
@@ -177,9 +168,7 @@ class CudaRegion:
         """Unmap, as soon as no tensor uses the mapping any more. Idempotent."""
         self.pools.clear()
         self._mapping.close()
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+        self.file.close()
 
 
 class _View:

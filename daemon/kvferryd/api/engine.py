@@ -151,8 +151,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             lambda: self._ferry.registry.allocate(session, request.region, request.nbytes),
         )
         memory = region.exported(request.region)
-        if region.file >= 0:
-            ticket = self._handovers.hold(request.session, Files([os.dup(region.file)]))
+        if region.file.fileno() >= 0:
+            ticket = self._handovers.hold(request.session, Files([os.dup(region.file.fileno())]))
             (memory.cuda if memory.HasField("cuda") else memory.handed).ticket = ticket
         return memory
 

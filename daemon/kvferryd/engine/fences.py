@@ -18,7 +18,7 @@ import numpy as np
 
 from kvferry.errors import Conflict, Malformed
 from kvferry.memory.fences import NBYTES, WORDS, Fence
-from kvferry.memory.handover import check_sealed
+from kvferry.memory.handover import map_sealed
 from kvferryd.aio import settle
 
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
@@ -43,8 +43,7 @@ class Fences:
         if len(files) != 1:
             value = f"{len(files)} files"
             raise Malformed("malformed_handover", "a page of fences is one file", field="ticket", value=value)
-        check_sealed(files[0], NBYTES)
-        self._map = mmap.mmap(files[0], NBYTES, prot=mmap.PROT_READ)
+        self._map = map_sealed(files[0], NBYTES, prot=mmap.PROT_READ)
         self._words = np.frombuffer(self._map, dtype=np.uint64)
         self._inbox: queue.SimpleQueue[_Wait | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fences", daemon=True)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.file import File
 from kvferry.v1 import engine_pb2
 from kvferryd.config import Config
 from kvferryd.memory.kept import Keeper
@@ -66,9 +67,9 @@ class Region:
     """Why a peer cannot map it, likewise."""
     probe: Callable[[], Probe | None] = lambda: None
     """None for memory that a peer cannot map. Blocks for as long as reading a few bytes takes."""
-    file: int = -1
-    """A descriptor that keeps it: the memory goes when the last process that has it open, daemon or engine, has gone.
-    -1 for GPU memory without a keeper."""
+    file: File = field(default_factory=lambda: File(-1), repr=False)
+    """It keeps the memory, which goes when the last process that has it open, daemon or engine, has gone. Closed for
+    GPU memory without a keeper."""
 
     def exported(self, region: int) -> engine_pb2.Memory:
         """`told`, as the memory of an engine's region of this number."""

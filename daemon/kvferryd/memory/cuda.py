@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from kvferry.errors import Full, KvferryError, Malformed
+from kvferry.file import File
 from kvferry.memory import cuda, open_cuda_region
 from kvferry.memory.regions import check_inside
 from kvferry.memory.vmm import VmmMapping
@@ -71,10 +71,10 @@ class CudaProvider:
             stream.synchronize()
         return nonce
 
-    def _kept(self, told: engine_pb2.CudaAllocation, nbytes: int, file: int, *, new: bool) -> Region:
+    def _kept(self, told: engine_pb2.CudaAllocation, nbytes: int, file: File, *, new: bool) -> Region:
         """Memory of the keeper's, which `file` holds. new: or a daemon before this one has cleared and used it."""
         with ExitStack() as undo:
-            undo.callback(os.close, file)
+            undo.enter_context(file)
             mapping = undo.enter_context(closing(self.device.open(told.handle)))
             check_inside(0, nbytes + PROBE_NBYTES, mapping.nbytes, "has")
             at = mapping.nbytes - PROBE_NBYTES
@@ -104,7 +104,7 @@ class CudaProvider:
             told = engine_pb2.CudaAllocation()
             told.CopyFrom(given)
             told.ClearField("ticket")
-            return self._kept(told, nbytes, os.dup(files[0]), new=False)
+            return self._kept(told, nbytes, *File.copies(files), new=False)
         undo = ExitStack()
         if isinstance(given, engine_pb2.CudaAllocations):
             check_inside(given.offset, nbytes, sum(given.nbytes), "was said to have")

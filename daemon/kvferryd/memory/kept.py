@@ -9,6 +9,7 @@ import socket
 import threading
 
 from kvferry.errors import Full, Unavailable
+from kvferry.file import File
 from kvferry.memory.cuda import Exported
 from kvferryd.process.keeper import LOADED, MOST, SERVING
 
@@ -43,8 +44,8 @@ class Keeper:
     def serving(self) -> None:
         self._say(SERVING)
 
-    def allocate(self, device: str, nbytes: int) -> tuple[Exported, int]:
-        """GPU memory that is not cleared, and the descriptor, which the caller closes, that keeps it: it is freed when
+    def allocate(self, device: str, nbytes: int) -> tuple[Exported, File]:
+        """GPU memory that is not cleared, and the file, which the caller closes, that keeps it: it is freed when
         nobody has that open any more. Raises KvferryError (`out_of_memory`, `cuda_failed`)."""
         with self._lock:
             try:
@@ -59,7 +60,7 @@ class Keeper:
         if not files:
             remedy = "free memory on this GPU, or ask for fewer bytes"
             raise Full(told["code"], told["message"], field="nbytes", value=nbytes, remedy=remedy)
-        return Exported(**told | {"handle": bytes.fromhex(told["handle"])}), files[0]
+        return Exported(**told | {"handle": bytes.fromhex(told["handle"])}), File(files[0])
 
     def _say(self, what: object) -> None:
         self._channel.send(json.dumps(what).encode())
