@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -203,3 +204,23 @@ async def test_a_key_stands_for_one_call(daemon: DaemonService, request_id: str)
             assert (refused.value.code, refused.value.field) == (code, "idempotency_key")
         own.close()
         region.close()
+
+
+async def test_a_key_of_an_adoption_stands_for_that_memory(daemon: DaemonService, request_id: str) -> None:
+    """All of it but the ticket, which is another each time."""
+    async with await EngineClient.connect(daemon.socket, engine_id="adopts", epoch=request_id) as client:
+        own = memfd_region(2 * mmap.PAGESIZE)
+
+        async def adopt(offset: int = 0, *, again: bool = False) -> None:
+            memory = await client._handed_over(own)
+            memory.nbytes, memory.handed.offset, memory.again = mmap.PAGESIZE, offset, again
+            request = engine_pb2.AdoptRequest(session=client.session, memory=memory, idempotency_key="k")
+            await client._session.call(client._session.stub.Adopt, request)
+
+        await adopt()
+        await adopt()
+        for another in (adopt(mmap.PAGESIZE), adopt(again=True)):
+            with pytest.raises(KvferryError) as refused:
+                await another
+            assert refused.value.code == "key_taken"
+        own.close()

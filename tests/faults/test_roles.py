@@ -13,10 +13,10 @@ import httpx
 import pytest
 from fleet import SPOKEN, TIMEOUT_S, ByHand, Daemons, Joining, ended, peer_stub, refusal, serving, until
 from lives import engine_on, published, receives
-from ranks import Blocks, Shape, TestEngine
+from ranks import Blocks, Shape, TestEngine, start_rank
 
 from kvferry.router import RouterClient
-from kvferry.schemas import LeaseState, OrderBody, TransferState
+from kvferry.schemas import DestinationBody, LeaseState, OrderBody, TransferState
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import tables_to_proto
 
@@ -92,6 +92,29 @@ async def test_a_stranger_asks_rank_0_for_nothing(
     await scene.router.abort_transfer(ordered.transfer_id)
 
 
+async def test_a_rank_of_one_engine_has_no_record_of_another(
+    scene: Scene, stranger: peer_pb2_grpc.PeerAsyncStub, request_id: str
+) -> None:
+    """Both engines are beside one daemon: the key of the one opens nothing of the other."""
+    beside = await start_rank("beside", scene.reader.daemons[0].socket, TP2, 0, "1")
+    mine = Joining()
+    async with serving(mine) as address:
+        held = stranger.Join(joining(address, 1, "1", engine_id="beside"))
+        await held.read()
+        named = DestinationBody(engine_id="roles-r")
+        order = OrderBody(request_id=request_id, source=scene.source.source(), destination=named)
+        ordered = await scene.router.order(order)
+        for abort in (False, True):
+            asked = peer_pb2.RecordRequest(
+                engine_id="beside", key=mine.key, transfer_id=ordered.transfer_id, abort=abort
+            )
+            assert (await refusal(stranger.Record(asked))).code == "unknown_transfer"
+        assert not (await scene.router.transfer(ordered.transfer_id)).state.ended
+        await scene.router.abort_transfer(ordered.transfer_id)
+        held.cancel()
+    await beside.client.close()
+
+
 async def test_an_engine_of_one_rank_takes_orders_of_no_peer(scene: Scene) -> None:
     order = peer_pb2.OrderRequest(engine_id="roles-s", request_id="x", source=scene.named, attempt=FIRST)
     async with peer_stub(scene.source.daemons[0]) as stub:
@@ -128,10 +151,12 @@ async def test_the_reader_still_ends_the_lease_that_it_was_to_read(scene: Scene,
     assert await lease.ended() is LeaseState.REVOKED
 
 
-def joining(address: str, rank: int, epoch: str, world_size: int = 2) -> peer_pb2.JoinRequest:
+def joining(
+    address: str, rank: int, epoch: str, world_size: int = 2, engine_id: str = "roles-r"
+) -> peer_pb2.JoinRequest:
     member = peer_pb2.Member(rank=rank, address=address, epoch=epoch)
     return peer_pb2.JoinRequest(
-        **SPOKEN, engine_id="roles-r", member=member, world_size=world_size, challenge=bytes(32)
+        **SPOKEN, engine_id=engine_id, member=member, world_size=world_size, challenge=bytes(32)
     )
 
 

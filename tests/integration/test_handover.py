@@ -20,6 +20,7 @@ from victim import Victim
 
 from kvferry.engine import EngineClient, TransferFailed
 from kvferry.errors import KvferryError
+from kvferry.file import File
 from kvferry.memory import memfd_region
 from kvferry.memory.fences import Fence, Fences
 from kvferry.memory.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
@@ -124,6 +125,47 @@ async def test_a_ticket_is_for_one_session_and_one_call(victim: Victim) -> None:
     os.close(file)
     await other.close()
     await files_are_closed(victim, before)
+
+
+async def test_a_ticket_goes_one_way(victim: Victim) -> None:
+    """Files that the engine hands over are not fetched, and memory of the daemon's is not adopted."""
+    async with await EngineClient.connect(door(victim), engine_id="other", epoch=os.urandom(8).hex()) as other:
+        asked = engine_pb2.AllocateRequest(session=other.session, nbytes=4096)
+        allocated = (await victim.engine_door.Allocate(asked)).handed.ticket
+        assert (await refusal(adopt(victim, allocated, other.session))).code == "unknown_ticket"
+        opening = engine_pb2.OpenFencesRequest(session=other.session, ticket=allocated)
+        assert (await refusal(victim.engine_door.OpenFences(opening))).code == "unknown_ticket"
+        (await other._session.fetch(allocated)).close()
+        with File(sealed_file("test", 4096)) as file:
+            handed = await given(victim, [file.fileno()], other.session)
+        with pytest.raises(KvferryError) as refused:
+            await other._session.fetch(handed)
+        assert refused.value.code == "unknown_ticket"
+        await adopt(victim, handed, other.session)
+
+
+async def test_memory_that_is_allocated_again_and_again_and_never_fetched_is_bounded(victim: Victim) -> None:
+    before = open_files(victim.daemon)
+    async with await EngineClient.connect(door(victim), engine_id="other", epoch=os.urandom(8).hex()) as other:
+        asked = engine_pb2.AllocateRequest(session=other.session, nbytes=4096, idempotency_key="k")
+        calls = (victim.engine_door.Allocate(asked) for _ in range(MAX_FILES + 1))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(answer, Exception) for answer in answers) == 1
+        assert (await refusal(victim.engine_door.Allocate(asked))).code == "too_many_files"
+    await files_are_closed(victim, before)
+
+
+@pytest.mark.parametrize("access", [os.O_RDONLY, os.O_WRONLY])
+async def test_a_file_that_may_not_be_mapped_is_refused_by_name(victim: Victim, access: int) -> None:
+    """For a page of fences that was `internal`."""
+    async with await EngineClient.connect(door(victim), engine_id="other", epoch=os.urandom(8).hex()) as other:
+        with File(sealed_file("test", 4096)) as file, File(os.open(f"/proc/self/fd/{file.fileno()}", access)) as same:
+            if access == os.O_WRONLY:
+                opening = engine_pb2.OpenFencesRequest(session=other.session)
+                opening.ticket = await given(victim, [same.fileno()], other.session)
+                assert (await refusal(victim.engine_door.OpenFences(opening))).code == "region_unavailable"
+            ticket = await given(victim, [same.fileno()], other.session)
+            assert (await refusal(adopt(victim, ticket, other.session))).code == "region_unavailable"
 
 
 async def test_what_is_no_handover_is_refused_and_its_files_closed(victim: Victim) -> None:
@@ -257,9 +299,8 @@ async def test_memory_without_a_path_is_adopted_both_ways(
 async def test_a_region_that_could_shrink_is_not_adopted(victim: Victim) -> None:
     async with await EngineClient.connect(door(victim), engine_id="loose", epoch=os.urandom(8).hex()) as client:
         region = memfd_region(4096)
-        os.close(region.file)
-        region.file = os.memfd_create("loose")
-        os.ftruncate(region.file, 4096)
+        region.file = File(os.memfd_create("loose"))
+        os.ftruncate(region.file.fileno(), 4096)
         with pytest.raises(KvferryError) as refused:
             await client.adopt(region)
         assert refused.value.code == "region_unavailable"
@@ -269,7 +310,7 @@ async def test_a_region_that_could_shrink_is_not_adopted(victim: Victim) -> None
 async def fences_of(rank: Rank) -> Fences:
     """As `open_fences`, which refuses host memory: here the test is the stream that writes it."""
     client, fences = rank.client, Fences()
-    ticket = await client._session.hand_over([fences.file])
+    ticket = await client._session.hand_over([fences.file.fileno()])
     opened = await client._session.call(
         client._session.stub.OpenFences, engine_pb2.OpenFencesRequest(session=client._session.id, ticket=ticket)
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import os
 import select
 import selectors
 import signal
@@ -88,7 +87,7 @@ def test_a_keeper_that_is_short_of_descriptors_says_so_and_holds_nothing(
             assert (caught.value.code, gpu.held) == ("out_of_memory", [])
         asked = thread.submit(asking.allocate, "cuda:0", 4096)
         answer()
-        os.close(asked.result(60)[1])
+        asked.result(60)[1].close()
         assert gpu.held == [4096], "the keeper answers as before"
         ((key, _),) = selector.select(60)
         key.data()

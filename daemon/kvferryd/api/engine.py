@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator
 
 from kvferry import __version__
@@ -152,7 +151,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         )
         memory = region.exported(request.region)
         if region.file.fileno() >= 0:
-            ticket = self._handovers.hold(request.session, Files([os.dup(region.file.fileno())]))
+            ticket = self._handovers.offer(request.session, region.file.fileno())
             (memory.cuda if memory.HasField("cuda") else memory.handed).ticket = ticket
         return memory
 
@@ -162,9 +161,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         ticket = memory.handed.ticket or memory.cuda.ticket or memory.vmm.ticket
         files = self._handovers.take(request.session, ticket) if ticket else Files()
         try:
-            call = "adopt", memory.region, memory.nbytes
             await session.once(
-                request.idempotency_key, call, lambda: self._ferry.registry.adopt(session, memory, files.moved())
+                request.idempotency_key,
+                ("adopt", _without_ticket(memory)),
+                lambda: self._ferry.registry.adopt(session, memory, files.moved()),
             )
         finally:
             files.close()
@@ -275,6 +275,15 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 remedy="make fences with EngineClient.fence, or synchronise the stream and publish without one",
             )  # fmt: skip
         return fences.reached(Fence(after.word, after.value), self._ferry.config.fence_timeout_s)
+
+
+def _without_ticket(memory: engine_pb2.Memory) -> engine_pb2.Memory:
+    """The same in each call that repeats another."""
+    same = engine_pb2.Memory()
+    same.CopyFrom(memory)
+    if (kind := same.WhichOneof("kind")) is not None:
+        getattr(same, kind).ClearField("ticket")
+    return same
 
 
 def _registered(session: Session) -> Engine:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from kvferry.errors import Forbidden, KvferryError, Malformed, NotFound
+from kvferry.errors import Forbidden, KvferryError, Malformed, NotFound, Unavailable
 from kvferry.memory.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
 from kvferry.process import Process, credentials
 from kvferry.v1 import engine_pb2
@@ -36,6 +36,8 @@ MAX_CONNECTIONS, BACKLOG = 16, 128
 class _Held:
     session: str
     files: Files
+    offered: bool
+    """The engine may fetch them: they are the daemon's. Otherwise it has handed them over, for a call."""
     expiry: asyncio.TimerHandle
 
 
@@ -48,10 +50,11 @@ class Handovers:
         self._exchanges = Tasks()
         self._places = asyncio.Semaphore(MAX_CONNECTIONS)
 
-    def take(self, session: str, ticket: str) -> Files:
-        """The caller's from now on. Raises KvferryError (`unknown_ticket`)."""
+    def take(self, session: str, ticket: str, *, offered: bool = False) -> Files:
+        """Files that the engine of this session has handed over, or with `offered` those that it fetches. The caller's
+        from now on. Raises KvferryError (`unknown_ticket`)."""
         held = self._held.get(ticket)
-        if held is None or held.session != session:
+        if held is None or (held.session, held.offered) != (session, offered):
             raise NotFound(
                 "unknown_ticket",
                 f"no files are held for this session under the ticket; files are held for {HELD_S:g} s",
@@ -134,21 +137,33 @@ class Handovers:
             raise _malformed(f"{len(files.numbers)} files came, {told.files} were announced")
         self._introduce(told.session, Process.at(connection))
         if told.ticket:
-            return engine_pb2.HandoverReply(), self.take(told.session, told.ticket)
+            return engine_pb2.HandoverReply(), self.take(told.session, told.ticket, offered=True)
         if not told.files:
             return engine_pb2.HandoverReply(), Files()
-        held = sum(len(each.files.numbers) for each in self._held.values() if each.session == told.session)
-        if held + told.files > MAX_FILES:
-            raise too_many_files(held + told.files)
-        ticket = self.hold(told.session, Files(files.numbers))
-        files.numbers = []
-        return engine_pb2.HandoverReply(ticket=ticket), Files()
+        return engine_pb2.HandoverReply(ticket=self._hold(told.session, files, offered=False)), Files()
 
-    def hold(self, session: str, files: Files) -> str:
-        """A ticket for files, which are closed if nobody takes them with it."""
+    def offer(self, session: str, file: int) -> str:
+        """A ticket with which the engine of this session fetches a copy of the file, once. Raises KvferryError
+        (`too_many_files`, `handover_failed`)."""
+        try:
+            copy = Files([os.dup(file)])
+        except OSError as error:
+            why, remedy = f"the daemon cannot hand over another file: {error}", "raise its limit of open files"
+            raise Unavailable("handover_failed", why, field="files", value=1, remedy=remedy) from None
+        try:
+            return self._hold(session, copy, offered=True)
+        finally:
+            copy.close()
+
+    def _hold(self, session: str, files: Files, *, offered: bool) -> str:
+        """A ticket for files, which are closed if nobody takes them with it. They stay the caller's where it raises
+        KvferryError (`too_many_files`)."""
+        held = sum(len(each.files.numbers) for each in self._held.values() if each.session == session)
+        if (count := held + len(files.numbers)) > MAX_FILES:
+            raise too_many_files(count)
         ticket = secrets.token_urlsafe(16)
         expiry = asyncio.get_running_loop().call_later(HELD_S, self._expire, ticket)
-        self._held[ticket] = _Held(session, files, expiry)
+        self._held[ticket] = _Held(session, files.moved(), offered, expiry)
         return ticket
 
     def _expire(self, ticket: str) -> None:

@@ -205,9 +205,9 @@ class PeerService(peer_pb2_grpc.PeerServicer):
 
     @unary
     async def Record(self, request: peer_pb2.RecordRequest, context: Context) -> peer_pb2.RecordReply:
-        self._rank_of(request.engine_id, request.key)
+        engine = self._rank_of(request.engine_id, request.key)
         check_seconds("wait_s", request.wait_s)
-        transfer = self._ferry.jobs.get(request.transfer_id)
+        transfer = self._ferry.jobs.of_engine(engine.engine_id, request.transfer_id)
         if request.abort:
             await self._ferry.end_transfer(transfer)
         else:

@@ -30,11 +30,15 @@ class Book:
         return self._by_id.get(transfer_id)
 
     def get(self, transfer_id: str) -> Transfer:
-        transfer = self.find(transfer_id)
-        if transfer is None:
-            why = f"transfer {transfer_id} is not known"
-            remedy = "the daemon keeps the last ones only (history); look it up by request_id at the right daemon"
-            raise NotFound("unknown_transfer", why, field="transfer_id", value=transfer_id, remedy=remedy)
+        """Raises KvferryError (`unknown_transfer`)."""
+        if (transfer := self.find(transfer_id)) is None:
+            raise _unknown(transfer_id)
+        return transfer
+
+    def of_engine(self, engine_id: str, transfer_id: str) -> Transfer:
+        """A transfer that this engine reads. Raises KvferryError (`unknown_transfer`)."""
+        if (transfer := self.get(transfer_id)).own.engine_id != engine_id:
+            raise _unknown(transfer_id)
         return transfer
 
     def of_request(self, request_id: str) -> list[Transfer]:
@@ -67,3 +71,9 @@ class Book:
         of_request.remove(transfer)
         if not of_request:
             del self._by_request[transfer.request_id]
+
+
+def _unknown(transfer_id: str) -> NotFound:
+    why = f"transfer {transfer_id} is not known"
+    remedy = "the daemon keeps the last ones only (history); look it up by request_id at the right daemon"
+    return NotFound("unknown_transfer", why, field="transfer_id", value=transfer_id, remedy=remedy)
