@@ -1,14 +1,17 @@
 """Words that no client of ours would say: protobuf messages and JSON, made by chance from a seed.
 
 A case begins with something good, where there is something good, and is then changed in a few places: most of what is
-wrong everywhere is refused at the first check, and says nothing about the second. The same seed makes the same cases.
+wrong everywhere is refused at the first check, and says nothing about the second. Names that the daemon has given are
+`known` from its answers, so that a case may name a thing of another kind, or of another owner. The same seed makes the
+same cases, but for such names.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,25 +46,65 @@ TEXTS += [
     "mapped",
     "{}",
 ]
+FREE = frozenset({
+    "axis", "client", "device_uuid", "digest", "dtype", "encoding", "fingerprint", "group", "handle", "metadata",
+    "name", "order", "reason", "rest", "traceparent", "version", "weights", "whole", "x_request_id",
+})  # fmt: skip
+"""Fields of text or bytes by which nothing is looked up."""
+MOST_MET = 16
+"""Values of a field that are kept from answers, the newest."""
 JSON = [None, True, False, [], {}, [[]], [None], {"": None}, "\ud800", 10**30, -(10**30)]
 
 
 @dataclass
 class Hostile:
-    """Makes messages. `known`: values by field name that fit the daemon under attack; `bounded`: by field name the only
-    values that are sent, where others would only take time and memory that anybody may have."""
+    """Makes messages. `known`: values by field name that exist in the daemon under attack; `bounded`: by field name the
+    only values that are sent, where others would only take time and memory that anybody may have."""
 
     rng: random.Random
     known: dict[str, Sequence[Any]] = field(default_factory=dict)
     bounded: dict[str, Sequence[Any]] = field(default_factory=dict)
+    _met: dict[str, deque[Any]] = field(default_factory=dict)
+
+    def learn(self, said: Message) -> None:
+        """What an answer names exists in the daemon: from now on it is known."""
+        for each, value in said.ListFields():
+            for one in [*value.values()] if _is_map(each) else value if each.is_repeated else [value]:
+                if isinstance(one, Message):
+                    self.learn(one)
+                elif each.cpp_type in BITS or each.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+                    self.know(each.name, one)
+
+    def know(self, name: str, value: Any) -> None:
+        met = self._met.setdefault(name, deque(maxlen=MOST_MET))
+        if name not in FREE and value not in met:
+            met.append(value)
+
+    def unmet(self, *kinds: type[Message]) -> set[str]:
+        """Fields of these messages by which something is looked up, and of which no value is known."""
+        names: set[str] = set()
+        described = [kind.DESCRIPTOR for kind in kinds]
+        seen = {each.full_name for each in described}
+        for inside in described:  # it grows
+            for each in inside.fields:
+                if each.message_type is not None and each.message_type.full_name not in seen:
+                    seen.add(each.message_type.full_name)
+                    described.append(each.message_type)
+                if each.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+                    names |= {each.name} if not inside.GetOptions().map_entry else set()
+        return {name for name in names - FREE if not (self.known.get(name) or self._met.get(name))}
 
     def message(self, kind: type[M], good: Message | None = None) -> M:
-        """A new one, or a good one changed in one to four places."""
+        """A new one, or a good one with another name that is known, or changed in one to four places."""
         made = kind()
         if good is None or self.rng.random() < 0.1:
             self._fill(made, 0)
             return made
         made.CopyFrom(good)
+        if self.rng.random() < 0.3 and (names := list(self._names(made))):
+            inside, each = self.rng.choice(names)
+            setattr(inside, each.name, self._scalar(each))
+            return made
         for _ in range(self.rng.choice([1, 1, 2, 4])):
             self._change(made, 0)
         return made
@@ -80,6 +123,17 @@ class Hostile:
         for _ in range(rng.choice([1, 2, 4])):
             changed[rng.randrange(len(changed))] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)])
         return bytes(changed)
+
+    def _names(self, message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
+        """The fields by which something is looked up, in the messages that lie in this one."""
+        for each in message.DESCRIPTOR.fields:
+            if each.message_type is None:
+                if not each.is_repeated and (each.name in self.known or self._met.get(each.name)):
+                    yield message, each
+            elif not _is_map(each):
+                held = getattr(message, each.name)
+                for inside in held if each.is_repeated else [held] if message.HasField(each.name) else []:
+                    yield from self._names(inside)
 
     def _fill(self, message: Message, depth: int) -> None:
         for each in message.DESCRIPTOR.fields:
@@ -148,7 +202,7 @@ class Hostile:
         if name in self.bounded:
             return rng.choice(self.bounded[name])
         kin = int if kind in BITS else bytes if each.type == FieldDescriptor.TYPE_BYTES else str
-        known = [value for value in self.known.get(name, ()) if isinstance(value, kin)]
+        known = [value for value in (*self.known.get(name, ()), *self._met.get(name, ())) if isinstance(value, kin)]
         if known and rng.random() < 0.6:
             return rng.choice(known)
         if kind in BITS:
@@ -180,6 +234,8 @@ class Hostile:
                     del changed[key]
                 case 1:
                     changed[rng.choice(TEXTS)] = changed[key]
+                case 2 | 3 | 4 if key in self.known:
+                    changed[key] = rng.choice(self.known[key])
                 case _:
                     changed[key] = self._json(changed[key], depth + 1)
             return changed

@@ -8,7 +8,7 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from fleet import SPOKEN, TIMEOUT_S, Joining, serving, until
@@ -17,11 +17,14 @@ from ranks import Blocks
 from target import Target
 
 from kvferry.errors import KvferryError
+from kvferry.file import File
+from kvferry.memory.handover import hand_over, sealed_file
 from kvferry.v1 import engine_pb2, engine_pb2_grpc, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_to_proto, tables_to_proto
 
 REQUESTS = [f"r{n}" for n in range(6)]
 LONG_S = 600.0
+M = TypeVar("M", bound=Message)
 
 
 class RawEngine:
@@ -32,6 +35,7 @@ class RawEngine:
         self.engine_id, self.epoch = f"raw-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
         self.stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)
         self.session, self.key = "", b""
+        self.attached = engine_pb2.Attached()
         self.said = self.answered = 0
         self._call: Any = None
         self.hearing: asyncio.Task[None] | None = None
@@ -39,7 +43,8 @@ class RawEngine:
     async def attach(self) -> None:
         self._call = self.stub.Attach()
         await self._call.write(engine_pb2.Command(attach=attaching(self.engine_id, self.epoch, self.ranks)))
-        self.session = (await self._call.read()).attached.session
+        self.attached = (await self._call.read()).attached
+        self.session = self.attached.session
 
     async def register(self) -> None:
         manifest = self.manifest()
@@ -53,6 +58,15 @@ class RawEngine:
         manifest = manifest_to_proto(self.target.engine.ranks[0].manifest)
         manifest.engine_id, manifest.epoch, manifest.world_size = self.engine_id, self.epoch, self.ranks
         return manifest
+
+    def ticket(self) -> str:
+        """Of a sealed file of one page, handed over; empty where the session has ended. Blocks."""
+        ticket = ""
+        with File(sealed_file("raw", 4096)) as file, contextlib.suppress(KvferryError):
+            ticket, process = hand_over(str(self.target.daemon.socket), self.session, [file.fileno()])
+            if process is not None:
+                process.close()
+        return ticket
 
     async def say(self, command: engine_pb2.Command) -> None:
         self.said += len(command.several.commands) if command.HasField("several") else 1
@@ -160,17 +174,17 @@ def commands(target: Target) -> Iterator[engine_pb2.Command]:
 
 
 def unary(
-    channel: grpc.Channel, service: str, method: str, reply: type[Message], said: Message | bytes,
+    channel: grpc.Channel, service: str, method: str, reply: type[M], said: Message | bytes,
     timeout_s: float = TIMEOUT_S,
-) -> Message:  # fmt: skip
+) -> M:  # fmt: skip
     """Blocks. Raises grpc.RpcError."""
     name = f"/kvferry.v1.{service}/{method}"
     return channel.unary_unary(name, _bytes, reply.FromString)(said, timeout=timeout_s)  # type: ignore[no-any-return]
 
 
 def streamed(
-    channel: grpc.Channel, service: str, method: str, reply: type[Message], said: Iterable[Message | bytes], most: int
-) -> list[Message]:
+    channel: grpc.Channel, service: str, method: str, reply: type[M], said: Iterable[Message | bytes], most: int
+) -> list[M]:
     """At most so many replies of a stream that is told all this and then nothing more. Blocks; raises grpc.RpcError."""
     call = channel.stream_stream(f"/kvferry.v1.{service}/{method}", _bytes, reply.FromString)
     replies = call(iter(said), timeout=TIMEOUT_S)

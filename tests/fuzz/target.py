@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import grpc
 import httpx
@@ -23,6 +24,7 @@ from kvferry.rpc import PROBLEM_KEY
 from kvferry.v1 import layout_pb2
 from kvferryd.demo.fleet import DaemonService
 
+T = TypeVar("T")
 FLAGS = ("--allow-peers", "127.0.0.1", "--way", "staged", "--log-level", "error")
 SHAPE = Shape.tp(1, num_blocks=32)
 OWN_FAULT = re.compile(r'Traceback|"code": "internal"|never retrieved|was never awaited|Fatal|is pending')
@@ -112,24 +114,25 @@ class Target:
         await self.settled()
         self.held, self.resident_mb = Held.by(self.daemon), resident_mb(self.daemon)
 
-    async def judge(self, call: Awaitable[object], what: object) -> None:
-        """Any answer is right but a fault of the daemon's own. `what` was said to it."""
-        refused = None
+    async def judge(self, call: Awaitable[T], what: object) -> T | None:
+        """Any answer is right but a fault of the daemon's own. `what` was said to it. None where it was refused."""
+        refused, answer = None, None
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await call
+                answer = await call
         except grpc.RpcError as error:
             refused = error
         except TimeoutError:
             raise AssertionError(f"no answer in {TIMEOUT_S:g} s to {what!r}") from None
         if refused is None:
             self.said["ok"] += 1
-            return
+            return answer
         problem = next((value for key, value in refused.trailing_metadata() or () if key == PROBLEM_KEY), None)
         if problem is not None:
             self.judge_problem(layout_pb2.Problem.FromString(problem), what)
         else:
             assert refused.code() in WITHOUT_REASON, f"{refused.code()} {refused.details()}, to {what!r}"
+        return None
 
     def judge_problem(self, problem: layout_pb2.Problem, what: object) -> None:
         self.said[problem.code] += 1

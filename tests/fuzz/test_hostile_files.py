@@ -30,6 +30,7 @@ def odd_files() -> Iterator[list[int]]:
         found += [sealed_file("good", 4096), os.memfd_create("unsealed"), os.memfd_create("empty"), *os.pipe()]
         found += [each.detach() for each in socket.socketpair()]
         found += [os.eventfd(0), os.pidfd_open(os.getpid())]
+        found += [os.open(f"/proc/self/fd/{found[4]}", access) for access in (os.O_RDONLY, os.O_WRONLY)]
         os.ftruncate(found[5], 4096)
         for each in found:
             stack.callback(os.close, each)
@@ -63,6 +64,12 @@ async def test_handovers_and_what_is_made_of_them(attacked: Target, rng: random.
         making.known = {"session": [fresh.session, fresh.session, raw.session, "none"], "files": [0, 1, 2]}
         with odd_files() as odd:
             for n in range(count):
+                if n % 10 == 0:  # a ticket of the other way
+                    again = engine_pb2.AllocateRequest(
+                        session=fresh.session, region=count, nbytes=4096, idempotency_key="k"
+                    )
+                    offered = await attacked.judge(fresh.stub.Allocate(again), again)
+                    making.learn(offered or engine_pb2.Memory())
                 files = [rng.choice(odd) for _ in range(rng.choice([0, 1, 1, 1, 2, 5, MAX_FILES, MAX_FILES + 5]))]
                 good = engine_pb2.Handover(session=fresh.session, files=len(files))
                 said = framed(making.message(engine_pb2.Handover, good) if rng.random() < 0.4 else good)
@@ -73,13 +80,14 @@ async def test_handovers_and_what_is_made_of_them(attacked: Target, rng: random.
                 elif reply.HasField("problem"):
                     attacked.judge_problem(reply.problem, said)
                 elif reply.ticket:
+                    making.learn(reply)
                     await attacked.judge(used(fresh, reply.ticket, making, n), (said, len(files)))
+        assert not making.unmet(engine_pb2.Handover)
         await fresh.leave()
 
 
 async def used(engine: RawEngine, ticket: str, making: Hostile, n: int) -> None:
     """Adopted as memory of either kind, or as a page of fences."""
-    making.known["ticket"] = [ticket]
     if making.rng.random() < 0.3:
         await engine.stub.OpenFences(engine_pb2.OpenFencesRequest(session=engine.session, ticket=ticket))
         return

@@ -7,8 +7,10 @@ import json
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 import grpc
 import pytest
@@ -19,7 +21,7 @@ from hostile import Hostile
 from raw import LONG_S, REQUESTS, RawEngine, attaching, blocks, commands, joining, raw_engine, streamed, unary
 from target import Target
 
-from kvferry.schemas import DestinationBody, OrderBody
+from kvferry.schemas import DestinationBody, OrderBody, Ordered
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import manifest_to_proto, tables_to_proto
 from kvferryd.staging.share import packs, share_of, wanting
@@ -29,9 +31,14 @@ SHORT, LONG = 60, 700
 """Cases for each method; a stream is one case and has up to ten messages."""
 counts = pytest.mark.parametrize("count", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
 AT_ONCE = 6
+EACH = 15
+"""Cases behind each good call of one session."""
+STREAMS = ("Join", "Map", "Order")
+T = TypeVar("T")
 ALLOCATED = [0, 1, 4096, 65536, 1 << 45, (1 << 63) - 1, (1 << 64) - 1]
 """Bytes: nothing between, which anybody may have and which takes time."""
 CHUNK = 1 << 20
+KEYS = [f"k{n}" for n in range(4)]
 
 
 @asynccontextmanager
@@ -66,20 +73,70 @@ def hostile(rng: random.Random, target: Target, raw: RawEngine, *addresses: str)
         "number": [0, 1, 2],
         "by": ["", "another"],
         "lease": [0, 1, 2],
-        "idempotency_key": ["", "k0", "k1"],
+        "idempotency_key": ["", *KEYS],
+        "resume": [raw.session],
+        "leader": [raw.attached.instance, "played"],
+        "challenge": [bytes(32)],
+        "way": ["auto", "direct", "staged", "mapped"],
     }
-    return Hostile(rng, known, {"nbytes": ALLOCATED})
+    making = Hostile(rng, known, {"nbytes": ALLOCATED})
+    making.learn(raw.attached)
+    return making
 
 
-async def all_judged(target: Target, cases: Sequence[tuple[Callable[[], object], object]]) -> None:
-    """Some at a time. A case is a call, and what is said in it."""
+async def all_judged(target: Target, cases: Sequence[tuple[Callable[[], T], object]]) -> list[T]:
+    """The answers, some at a time. A case is a call, and what is said in it."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(call: Callable[[], object], what: object) -> None:
+    async def one(call: Callable[[], T], what: object) -> T | None:
         async with gate:
-            await target.judge(asyncio.to_thread(call), what)
+            return await target.judge(asyncio.to_thread(call), what)
 
-    await asyncio.gather(*(one(*case) for case in cases))
+    return [answer for answer in await asyncio.gather(*(one(*case) for case in cases)) if answer is not None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call that is good at its place among others. good: what is said in it, made anew each time."""
+
+    service: str
+    name: str
+    good: Callable[[], Message]
+    reply: type[Message]
+    garble: Callable[[Message], None] = lambda said: None
+    """Changes what is no field of the message."""
+
+    def call(self, door: grpc.Channel, said: Message) -> list[Message]:
+        """The first answer. Blocks; raises grpc.RpcError."""
+        if self.name in STREAMS:
+            answers = streamed(door, self.service, self.name, self.reply, [said], 1)
+        else:
+            answers = [unary(door, self.service, self.name, self.reply, said)]
+        if isinstance(said, peer_pb2.RecordRequest) and isinstance(answers[0], peer_pb2.RecordReply):
+            assert json.loads(answers[0].record)["engine_id"] == said.engine_id, f"another engine's, for {said}"
+        return answers
+
+
+async def attack(target: Target, making: Hostile, door: grpc.Channel, steps: Sequence[Step], count: int) -> None:
+    """Each call in its order. Behind each, so many that are nearly one of those that have come or of the next: they
+    name what the answers have named."""
+    kinds: set[type[Message]] = set()
+    for at, step in enumerate(steps):
+        good = await asyncio.to_thread(step.good)
+        kinds.add(type(good))
+        cases = [(partial(step.call, door, good), good)]
+        for answers in await all_judged(target, cases):
+            for answer in answers:
+                making.learn(answer)
+        cases = []
+        for _ in range(count):
+            near = making.rng.choice(steps[: at + 2])
+            good = await asyncio.to_thread(near.good)
+            said = making.message(type(good), good)
+            near.garble(said)
+            cases.append((partial(near.call, door, said), said))
+        await all_judged(target, cases)
+    assert not (unmet := making.unmet(*kinds)), f"nothing of these names was there: {unmet}"
 
 
 @counts
@@ -126,157 +183,156 @@ async def test_calls_of_an_engine(attacked: Target, rng: random.Random, count: i
         doors(attacked) as (door, _),
         grpc.aio.insecure_channel(f"unix:{attacked.daemon.socket}") as channel,
     ):
-        for at in range(0, count, SHORT):  # each with a session that has not registered yet
+        for _ in range(0, count, EACH):  # each with a session that has not registered yet
             fresh = RawEngine(attacked, channel)
             await fresh.attach()
             making = hostile(rng, attacked, raw)
             making.known["session"] = [fresh.session, fresh.session, raw.session, "none"]
-            manifest = fresh.manifest()
-            region = engine_pb2.AllocateRequest(session=fresh.session, nbytes=manifest.regions[0].nbytes)
-            await fresh.stub.Allocate(region)
-            handed = engine_pb2.Memory(region=1, nbytes=4096, handed=engine_pb2.HandedFile(ticket="x"))
-            good: dict[str, tuple[Message, type[Message]]] = {
-                "End": (engine_pb2.EndRequest(session="none"), engine_pb2.EndReply),
-                "Allocate": (
-                    engine_pb2.AllocateRequest(
-                        session=fresh.session, region=1, nbytes=4096, idempotency_key="k0"
-                    ),
-                    engine_pb2.Memory,
-                ),
-                "Adopt": (
-                    engine_pb2.AdoptRequest(session=fresh.session, memory=handed, idempotency_key="k1"),
-                    engine_pb2.Memory,
-                ),
-                "OpenFences": (
-                    engine_pb2.OpenFencesRequest(session=fresh.session, ticket="x"), engine_pb2.OpenFencesReply,
-                ),
-                "Register": (
-                    engine_pb2.RegisterRequest(session=fresh.session, manifest=manifest, idempotency_key="k0"),
-                    engine_pb2.RegisterReply,
-                ),
-            }  # fmt: skip
-            cases = []
-            for name, (request, reply) in good.items():
-                for _ in range(min(SHORT, count - at)):
-                    if name == "End":
-                        making.known["session"] = ["none"]
-                    said = making.message(type(request), request)
-                    cases.append((partial(unary, door, "Engine", name, reply, said), said))
-                    making.known["session"] = [fresh.session, fresh.session, raw.session, "none"]
-            rng.shuffle(cases)
-            await all_judged(attacked, cases)
+            await attack(attacked, making, door, calls_of(fresh), EACH)
             await fresh.leave()
+
+
+def calls_of(engine: RawEngine) -> list[Step]:
+    """From the first to the last of a session."""
+    manifest, session = engine.manifest(), engine.session
+
+    def allocate(region: int, key: str) -> Message:
+        nbytes = 4096 if region else manifest.regions[0].nbytes
+        return engine_pb2.AllocateRequest(session=session, region=region, nbytes=nbytes, idempotency_key=key)
+
+    def adopt() -> Message:
+        memory = engine_pb2.Memory(region=2, nbytes=4096, handed=engine_pb2.HandedFile(ticket=engine.ticket()))
+        return engine_pb2.AdoptRequest(session=session, memory=memory, idempotency_key=KEYS[2])
+
+    return [
+        Step("Engine", "Allocate", partial(allocate, 0, KEYS[0]), engine_pb2.Memory),
+        Step("Engine", "Allocate", partial(allocate, 1, KEYS[1]), engine_pb2.Memory),
+        Step("Engine", "Adopt", adopt, engine_pb2.Memory),
+        Step(
+            "Engine", "OpenFences",
+            lambda: engine_pb2.OpenFencesRequest(session=session, ticket=engine.ticket()), engine_pb2.OpenFencesReply,
+        ),
+        Step(
+            "Engine", "Register",
+            lambda: engine_pb2.RegisterRequest(session=session, manifest=manifest, idempotency_key=KEYS[3]),
+            engine_pb2.RegisterReply,
+        ),
+        Step("Engine", "End", lambda: engine_pb2.EndRequest(session=session, leave=True), engine_pb2.EndReply),
+    ]  # fmt: skip
 
 
 @counts
 async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int) -> None:
-    async with raw_engine(attacked, 2) as raw, doors(attacked) as (_, door), serving(Joining()) as address:
+    async with (
+        raw_engine(attacked, 2) as raw,
+        doors(attacked) as (_, door),
+        serving(Joining()) as address,
+        lent(attacked, door) as (_, wanted),
+    ):
         making = hostile(rng, attacked, raw, address)
-        making.known["way"] = ["auto", "direct", "staged", "mapped"]
         source = engine_pb2.Source(engine_id=attacked.friend.engine_id, address=attacked.friend.address)
         own = manifest_to_proto(attacked.engine.ranks[0].manifest)
         other = manifest_to_proto(attacked.friend.ranks[0].manifest)
         of_target = {"engine_id": attacked.engine.engine_id, "epoch": attacked.engine.epoch}
-        member = peer_pb2.Member(rank=1, address=address, epoch=raw.epoch)
+        of_raw = {"engine_id": raw.engine_id, "key": raw.key}
+        member = peer_pb2.Member(rank=1, address=address, epoch=raw.epoch, instance="played")
         order = OrderBody(
-            request_id="r1", source=attacked.friend.source(), deadline_ms=100, attempt=1, order_id="o",
+            request_id="ordered", source=attacked.friend.source(), attempt=1, order_id="o",
             destination=DestinationBody(engine_id=raw.engine_id),
         )  # fmt: skip
-        good: dict[str, tuple[Message, type[Message]]] = {
-            "Handshake": (
-                peer_pb2.HandshakeRequest(**SPOKEN, engine_id=attacked.engine.engine_id),
-                peer_pb2.HandshakeReply,
-            ),
-            "Admit": (peer_pb2.AdmitRequest(engine_id=raw.engine_id, epoch=raw.epoch), peer_pb2.AdmitReply),
-            "Pair": (peer_pb2.PairRequest(**of_target, sources=[own], destination=other), peer_pb2.PairReply),
-            "Sum": (
-                peer_pb2.SumRequest(
-                    **of_target, wanted=wanting(blocks().tables(), (0, 20), states=True, chunk_nbytes=CHUNK)
-                ),
-                peer_pb2.SumReply,
-            ),
-            "Abort": (
-                peer_pb2.AbortRequest(
-                    engine_id=raw.engine_id, request_id="r0", attempt=peer_pb2.Attempt(number=1), key=raw.key
-                ),
-                peer_pb2.AbortReply,
-            ),
-            "Lead": (
-                peer_pb2.LeadRequest(engine_id=raw.engine_id, order=order.model_dump_json().encode(), key=raw.key),
-                peer_pb2.LeadReply,
-            ),
-            "Record": (
-                peer_pb2.RecordRequest(engine_id=raw.engine_id, transfer_id="x", key=raw.key), peer_pb2.RecordReply,
-            ),
-            "Join": (joining(raw.engine_id, member), peer_pb2.Roster),
-            "Map": (peer_pb2.MapRequest(**of_target), peer_pb2.MapReply),
-            "Order": (
+        led = peer_pb2.LeadRequest(**of_raw, order=order.model_dump_json().encode())
+        foreign = DestinationBody(engine_id=attacked.engine.engine_id)
+        ordered = [
+            Ordered.model_validate_json(unary(door, "Peer", "Lead", peer_pb2.LeadReply, led).ordered),
+            await attacked.router.order(order.model_copy(update={"destination": foreign, "order_id": "of another"})),
+        ]
+        making.known |= {"transfer_id": [each.transfer_id for each in ordered], "order_id": ["o", "of another"]}
+
+        def garble(said: Message) -> None:
+            if rng.random() < 0.7:  # JSON in a message
+                said.order = json.dumps(making.json(order.model_dump(mode="json"))).encode()
+
+        good: list[tuple[Message, type[Message]]] = [
+            (peer_pb2.HandshakeRequest(**SPOKEN, engine_id=attacked.engine.engine_id), peer_pb2.HandshakeReply),
+            (joining(raw.engine_id, member), peer_pb2.Roster),
+            (peer_pb2.AdmitRequest(engine_id=raw.engine_id, epoch=raw.epoch, challenge=bytes(32)), peer_pb2.AdmitReply),
+            (peer_pb2.MapRequest(**of_target), peer_pb2.MapReply),
+            (peer_pb2.PairRequest(**of_target, sources=[own], destination=other), peer_pb2.PairReply),
+            (peer_pb2.SumRequest(**of_target, wanted=wanted, wide=True), peer_pb2.SumReply),
+            (peer_pb2.PrewarmRequest(**of_raw, source=source), peer_pb2.PrewarmReply),
+            (led, peer_pb2.LeadReply),
+            (peer_pb2.RecordRequest(**of_raw, transfer_id=ordered[0].transfer_id), peer_pb2.RecordReply),
+            (
                 peer_pb2.OrderRequest(
-                    engine_id=raw.engine_id, request_id="r0", source=source, key=raw.key,
+                    **of_raw, request_id="r0", source=source, leader="played",
                     attempt=peer_pb2.Attempt(number=1, by="another"),
                     tables=tables_to_proto(blocks().tables()), tokens=layout_pb2.TokenRange(stop=20), deadline_s=1,
                 ),
                 peer_pb2.RankTransfer,
             ),
-        }  # fmt: skip
+            (
+                peer_pb2.AbortRequest(**of_raw, request_id="r0", attempt=peer_pb2.Attempt(number=1)),
+                peer_pb2.AbortReply,
+            ),
+        ]  # fmt: skip
+        steps = []
+        for said, reply in good:
+            kind = type(said)
+            same = partial(kind.FromString, said.SerializeToString())
+            step = Step("Peer", kind.__name__.removesuffix("Request"), same, reply)
+            steps.append(replace(step, garble=garble) if said is led else step)
         making.bounded["deadline_s"] = [0.001, 0.5, 1.0, -1.0, float("nan"), float("inf")]
         making.bounded["wait_s"] = making.bounded["deadline_s"]
-        cases = []
-        for name, (request, reply) in good.items():
-            for _ in range(count):
-                said = making.message(type(request), request)
-                if name in ("Join", "Map", "Order"):
-                    call = partial(streamed, door, "Peer", name, reply, [said], 1)
-                elif name == "Lead":  # JSON in a message
-                    if rng.random() < 0.7:
-                        said.order = json.dumps(making.json(order.model_dump(mode="json"))).encode()
-                    call = partial(unary, door, "Peer", name, reply, said)
-                else:
-                    call = partial(unary, door, "Peer", name, reply, said)
-                cases.append((call, said))
-        rng.shuffle(cases)
-        await all_judged(attacked, cases)
+        attacked.loaded += 3  # each engine here may be met
+        await attack(attacked, making, door, steps, count)
+        await attacked.cleared()
+
+
+@asynccontextmanager
+async def lent(target: Target, door: grpc.Channel) -> AsyncIterator[tuple[peer_pb2.ReadRequest, peer_pb2.PackOpen]]:
+    """Leases of the target's, which its peers may read: (how a reader's stream begins, what it wants of own-r0)."""
+    own, other = target.engine.ranks[0], target.friend.ranks[0]
+    for request_id in REQUESTS:
+        await own.client.publish(f"own-{request_id}", blocks().tables(), 20, readers=1 << 20, ttl_s=LONG_S)
+    asked_first = peer_pb2.HandshakeRequest(**SPOKEN, engine_id=target.engine.engine_id)
+    met = unary(door, "Peer", "Handshake", peer_pb2.HandshakeReply, asked_first)
+    opening = peer_pb2.ReadRequest(
+        opening=peer_pb2.ReadOpening(
+            engine_id=target.engine.engine_id,
+            epoch=target.engine.epoch,
+            reader=peer_pb2.Reader(engine_id="reader", epoch="1", rank=0, world_size=1),
+            agent_name=met.agent_name,
+        )
+    )
+    pairing = peer_pb2.PairRequest(
+        engine_id=target.engine.engine_id, epoch=target.engine.epoch,
+        sources=[manifest_to_proto(own.manifest)], destination=manifest_to_proto(other.manifest),
+    )  # fmt: skip
+    named = unary(door, "Peer", "Pair", peer_pb2.PairReply, pairing)
+    asked = peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=1, request_id="own-r0"))
+    (reply,) = streamed(door, "Peer", "Read", peer_pb2.ReadReply, [opening, asked], 1)
+    wanted = wanting(blocks().tables(), (0, 20), states=True, chunk_nbytes=CHUNK)
+    chunks = packs(share_of([own.manifest], other.manifest, 0), 0, blocks().tables(), wanted)
+    wanted.MergeFrom(
+        peer_pb2.PackOpen(
+            request_id="own-r0", word=reply.update.word, version=reply.update.version, pairing=named.pairing,
+            chunks=len(chunks), nbytes=sum(each.nbytes for each in chunks),
+        )
+    )  # fmt: skip
+    yield opening, wanted
+    for request_id in REQUESTS:
+        await own.client.abort(f"own-{request_id}")
 
 
 @counts
 async def test_readers(attacked: Target, rng: random.Random, count: int) -> None:
-    own, other = attacked.engine.ranks[0], attacked.friend.ranks[0]
-    async with raw_engine(attacked) as raw, doors(attacked) as (_, door):
-        for request_id in REQUESTS:
-            await own.client.publish(f"own-{request_id}", blocks().tables(), 20, readers=1 << 20, ttl_s=LONG_S)
-        asked_first = peer_pb2.HandshakeRequest(**SPOKEN, engine_id=attacked.engine.engine_id)
-        met = unary(door, "Peer", "Handshake", peer_pb2.HandshakeReply, asked_first)
-        assert isinstance(met, peer_pb2.HandshakeReply)
-        opening = peer_pb2.ReadRequest(
-            opening=peer_pb2.ReadOpening(
-                engine_id=attacked.engine.engine_id,
-                epoch=attacked.engine.epoch,
-                reader=peer_pb2.Reader(engine_id="reader", epoch="1", rank=0, world_size=1),
-                agent_name=met.agent_name,
-            )
-        )
-        pairing = peer_pb2.PairRequest(
-            engine_id=attacked.engine.engine_id, epoch=attacked.engine.epoch,
-            sources=[manifest_to_proto(own.manifest)], destination=manifest_to_proto(other.manifest),
-        )  # fmt: skip
-        named = unary(door, "Peer", "Pair", peer_pb2.PairReply, pairing)
-        assert isinstance(named, peer_pb2.PairReply)
-        asked = peer_pb2.ReadRequest(open=peer_pb2.LeaseOpen(reading=1, request_id="own-r0"))
-        replies = streamed(door, "Peer", "Read", peer_pb2.ReadReply, [opening, asked], 1)
-        assert isinstance(replies[0], peer_pb2.ReadReply)
-        update = replies[0].update
-        wanted = wanting(blocks().tables(), (0, 20), states=True, chunk_nbytes=CHUNK)
-        chunks = packs(share_of([own.manifest], other.manifest, 0), 0, blocks().tables(), wanted)
-        wanted.MergeFrom(
-            peer_pb2.PackOpen(
-                request_id="own-r0", word=update.word, version=update.version, pairing=named.pairing,
-                chunks=len(chunks), nbytes=sum(each.nbytes for each in chunks),
-            )
-        )  # fmt: skip
-        pack = peer_pb2.Pack(reading=1, packing=1, open=wanted, want=range(len(chunks)))
+    async with raw_engine(attacked) as raw, doors(attacked) as (_, door), lent(attacked, door) as (opening, wanted):
+        pack = peer_pb2.Pack(reading=1, packing=1, open=wanted, want=range(wanted.chunks))
         making = hostile(rng, attacked, raw)
-        making.known |= {"word": [update.word], "version": [1], "pairing": [named.pairing], "known_word": [update.word]}
-        making.known["chunk_nbytes"] = [CHUNK, 4096, 256]
+        making.learn(wanted)
+        making.known |= {"known_word": [wanted.word], "version": [1], "chunk_nbytes": [CHUNK, 4096, 256]}
+        making.known["agent_name"] = [opening.opening.agent_name]
+        assert not making.unmet(peer_pb2.ReadRequest)
 
         def requests() -> Iterator[peer_pb2.ReadRequest]:
             for n in range(rng.randrange(10)):
@@ -294,8 +350,6 @@ async def test_readers(attacked: Target, rng: random.Random, count: int) -> None
             said = [first, *requests()]
             cases.append((partial(read, attacked, door, said), said))
         await all_judged(attacked, cases)
-        for request_id in REQUESTS:
-            await own.client.abort(f"own-{request_id}")
 
 
 def read(target: Target, door: grpc.Channel, said: list[peer_pb2.ReadRequest]) -> None:

@@ -8,6 +8,8 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 from fleet import TIMEOUT_S, Daemons
 from hostile import Hostile
 from target import Target
+
+from kvferry.schemas import OrderBody
 
 pytestmark = pytest.mark.anyio
 counts = pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.long)])
@@ -27,12 +31,13 @@ HOOKS = "schemathesis_hooks"
 KINDS = {"application/problem+json", "application/json"}
 
 
-async def schemathesis(url: str, *flags: str, addresses: list[str] | None = None) -> None:
-    """Every failure is printed with the curl command that repeats it."""
+async def schemathesis(url: str, *flags: str, known: dict[str, list[str]] | None = None) -> None:
+    """known: values by the name of a field, of which some are sent. Every failure is printed with the curl command that
+    repeats it."""
     seed = os.environ["FUZZ_SEED"]
     command = ["run", f"{url}/openapi.json", "--seed", seed, "--checks", CHECKS, "--request-timeout", f"{TIMEOUT_S}"]
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    told = {"SCHEMATHESIS_HOOKS": HOOKS, "HOSTILE_ADDRESSES": json.dumps(addresses or []), "PYTHONPATH": paths}
+    told = {"SCHEMATHESIS_HOOKS": HOOKS, "HOSTILE_KNOWN": json.dumps(known or {}), "PYTHONPATH": paths}
     run = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "schemathesis.cli", *command, "--no-color", *flags,
         env=os.environ | told, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -56,9 +61,25 @@ async def schemathesis(url: str, *flags: str, addresses: list[str] | None = None
 async def test_the_api_keeps_to_its_document(attacked: Target, flags: tuple[str, ...]) -> None:
     """Without the drain, after which nothing can be tried any more: it has a daemon of its own below."""
     attacked.loaded += 100  # it may forget and prewarm the friend
-    addresses = [*attacked.forbidden.addresses, attacked.silent, attacked.friend.address]
-    await schemathesis(attacked.daemon.url, *flags, "--exclude-path", "/v1/drain", addresses=addresses)
+    async with things(attacked) as known:
+        await schemathesis(attacked.daemon.url, *flags, "--exclude-path", "/v1/drain", known=known)
     await attacked.cleared()
+
+
+@asynccontextmanager
+async def things(target: Target) -> AsyncIterator[dict[str, list[str]]]:
+    """The names of what the daemon has: a lease, an order that waits, peers; and of what it has not."""
+    (rank,), name = target.engine.ranks, "of both"
+    await rank.client.publish(name, target.engine.take(20).tables(), 20)
+    ordered = await target.router.order(OrderBody(request_id=name, source=target.friend.source(), order_id="o"))
+    yield {
+        "address": [*target.forbidden.addresses, target.silent, target.friend.address],
+        "engine_id": [target.engine.engine_id, target.friend.engine_id, "nobody"],
+        "epoch": [target.engine.epoch, target.friend.epoch, "old"],
+        "request_id": [name, "another"], "order_id": ["o", "another"],
+        "transfer_id": [ordered.transfer_id, "none"],
+    }  # fmt: skip
+    await rank.client.abort(name)
 
 
 async def test_a_drain_keeps_to_its_document(daemons: Daemons) -> None:
@@ -82,7 +103,7 @@ async def test_bodies_that_nearly_fit(attacked: Target, rng: random.Random, coun
         "address": attacked.friend.address,
         "epoch": attacked.friend.epoch,
     }
-    order = {"request_id": "r", "source": source, "priority": 1, "deadline_ms": 100, "way": "auto"}
+    order = {"request_id": "r", "source": source, "priority": 1, "deadline_ms": 100, "way": "auto", "order_id": "p"}
     good: list[tuple[str, dict[str, Any]]] = [
         ("/v1/transfers", order | {"destination": {"tables": tables, "token_range": [0, 20]}}),
         ("/v1/transfers", order | {"source": source | {"lease": 1}, "attempt": 1, "order_id": "o"}),
@@ -95,7 +116,7 @@ async def test_bodies_that_nearly_fit(attacked: Target, rng: random.Random, coun
             },
         ),
     ]  # fmt: skip
-    making, gate, seen = Hostile(rng), asyncio.Semaphore(8), Counter[str]()
+    gate, seen = asyncio.Semaphore(8), Counter[str]()
 
     async def one(http: httpx.AsyncClient, path: str, content: bytes) -> None:
         async with gate:
@@ -111,14 +132,15 @@ async def test_bodies_that_nearly_fit(attacked: Target, rng: random.Random, coun
         assert answer.is_success or answer.json()["code"] not in ("", "internal"), what
         seen[f"{path} {answer.json().get('code', answer.status_code)}"] += 1
 
-    cases = []
-    for path, body in good:
-        for _ in range(count if path != "/v1/peers" else count // 10):
-            said = json.dumps(making.json(body)).encode()
-            cases.append((path, making.garbled(said) if rng.random() < 0.1 else said))
-    rng.shuffle(cases)
-    async with httpx.AsyncClient(base_url=attacked.daemon.url, trust_env=False) as http:
-        await asyncio.gather(*(one(http, *case) for case in cases))
+    async with things(attacked) as known:
+        making, cases = Hostile(rng, known), []
+        for path, body in good:
+            for _ in range(count if path != "/v1/peers" else count // 10):
+                said = json.dumps(making.json(body)).encode()
+                cases.append((path, making.garbled(said) if rng.random() < 0.1 else said))
+        rng.shuffle(cases)
+        async with httpx.AsyncClient(base_url=attacked.daemon.url, trust_env=False) as http:
+            await asyncio.gather(*(one(http, *case) for case in cases))
     await attacked.cleared()
     print(dict(seen.most_common()))
     assert seen["/v1/explain 200"]
