@@ -33,6 +33,8 @@ class Held:
     blocks: set[int] = field(default_factory=set)
     more: bool = True
     ended: bool = False
+    aborted: bool = False
+    """What the engine publishes after it is computed anew."""
 
 
 @dataclass(eq=False)
@@ -48,6 +50,7 @@ class Asked:
     end: str = ""
     aborted: bool = False
     weights: str = ""
+    """Those that it names, or is for."""
 
     @property
     def holds(self) -> bool:
@@ -78,6 +81,7 @@ class Daemon:
     transfers: dict[str, Served] = field(default_factory=dict)
     lost: set[tuple[str, int]] = field(default_factory=set)
     gone: bool = False
+    weights: str = ""
 
     def uses(self, block: int) -> bool:
         return any(block in each.blocks for each in (*self.leases.values(), *self.transfers.values()))
@@ -95,7 +99,11 @@ class World:
         self.held: list[Held] = []
         self.free: set[int] = set()
         self.blocks = itertools.count()
+        self.computed: list[str] = []
+        """By block: the weights that have computed it."""
         self.registering = False
+        self.registers_with = ""
+        """The weights that the daemon is told with the cache."""
         self.losing: set[tuple[str, int]] = set()
         """Leases that the engine was told to be lost, and no daemon knows of."""
         self.sent: Counter[tuple[str, str]] = Counter()
@@ -196,14 +204,14 @@ class World:
             case "receive":
                 self.receive(name)
             case "abort":
-                for each in self.asked:
+                for each in (*self.asked, *self.held):
                     each.aborted = each.aborted or each.request_id == name
                 self.ask(Asked("abort", name), lambda asked: e.Abort(asked, name))
             case "leave" if open := [each for each in self.asked if each.state == "open"]:
                 self.leave(rng.choice(open))
             case "weights" if rng.random() < 0.3:
                 weights = f"w{self.steps}"
-                self.ask(Asked("weights"), lambda asked: e.ReplaceWeights(asked, weights))
+                self.ask(Asked("weights", weights=weights), lambda asked: e.ReplaceWeights(asked, weights))
             case "probe":
                 self.ask(Asked("probe"), e.Probe)
             case "register" if not self.registering and self.book.ended is None:
@@ -228,7 +236,7 @@ class World:
     def publish(self, name: str, *, more: bool) -> Asked:
         """More of the request's lease where it has one that takes more, or another."""
         last = next((each for each in reversed(self.held) if each.request_id == name), None)
-        goes_on = last is not None and last.more and not last.ended and self.rng.random() < 0.8
+        goes_on = last is not None and last.more and not (last.ended or last.aborted) and self.rng.random() < 0.8
         table = set(last.blocks) if goes_on and last is not None else set()
         for each in self.asked:
             if goes_on and each.kind == "publish" and each.held is last:
@@ -239,18 +247,25 @@ class World:
         if self.ranks > 1:
             number = last.number if goes_on and last is not None else next(self.numbers)
             held.number = number
-        asked = Asked("publish", name, table | {next(self.blocks)}, more=more)
+        table |= {self._compute()}
         withdraw = self.rng.random() < 0.3
         current = self.rng.random() < 0.8
+        # An engine that names weights names those that have computed the first block.
+        weights = self.book.start.weights if current else self.computed[min(table)]
+        asked = Asked("publish", name, table, more=more, weights=weights)
         return self.ask(asked, lambda asked: e.Publish(asked, held, name, number, more, withdraw, current))
+
+    def _compute(self) -> int:
+        self.computed.append(self.book.start.weights)
+        return next(self.blocks)
 
     def receive(self, name: str) -> Asked:
         attempt = next(self.numbers) if self.ranks > 1 else 0
-        asked = Asked("receive", name, {next(self.blocks)}, weights=self.book.start.weights)
+        asked = Asked("receive", name, {self._compute()}, weights=self.book.start.weights)
         return self.ask(asked, lambda asked: e.Receive(asked, name, attempt))
 
     def register(self) -> None:
-        self.registering = True
+        self.registering, self.registers_with = True, self.book.start.weights
         self.feed(e.Register())
 
     def registered(self) -> None:
@@ -263,6 +278,7 @@ class World:
             self.losing.clear()
         else:
             lost = ()
+        self.daemon.weights = self.registers_with
         self.feed(e.Registered(lost))
 
     # ---- the daemon ----
@@ -289,6 +305,7 @@ class World:
             self._take_receive(daemon, said, asked)
         else:
             if asked.kind == "weights":
+                daemon.weights = asked.weights
                 for name in list(daemon.leases):
                     self.end_lease(daemon, name)
             self._answer(daemon, said.id)
@@ -299,7 +316,9 @@ class World:
 
     def _take_publish(self, daemon: Daemon, said: e.Send, asked: Asked) -> None:
         lease, name = daemon.leases.get(asked.request_id), asked.request_id
-        if said.number < daemon.newest[name] or (said.number == daemon.newest[name] and lease is None):
+        if asked.weights != daemon.weights:
+            self._answer(daemon, said.id, "mixed_weights")
+        elif said.number < daemon.newest[name] or (said.number == daemon.newest[name] and lease is None):
             self._answer(daemon, said.id, "lease_ended")
         elif lease is not None and lease.number == said.number and not lease.more:
             self._answer(daemon, said.id, "already_published")
@@ -308,6 +327,8 @@ class World:
         else:
             if lease is not None and lease.number < said.number:
                 self.end_lease(daemon, name)
+            if mixed := {self.computed[block] for block in asked.blocks} - {asked.weights}:
+                raise Violation("one lease is computed by several weights", f"{name}: {mixed} and {asked.weights!r}")
             daemon.newest[name] = said.number
             daemon.leases[name] = Served(name, said.number, set(asked.blocks), asked.more)
             self._answer(daemon, said.id)
@@ -451,6 +472,8 @@ class World:
             for name, size in self.book.sizes().items():
                 if size and name not in ("lost", "cut"):
                     raise Violation(f"something is left: {name}", str(self.book.sizes()))
+            if self.daemon.weights != self.book.start.weights:
+                raise Violation("the daemon has another name of the weights", self.daemon.weights)
             if any(not each.ended and each.blocks for each in self.held):
                 raise Violation("a lease never ends")
 

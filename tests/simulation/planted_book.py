@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from planted import Planted, changed, no_effects, nothing, without
+from planted import changed, no_effects, nothing, without
 
 from kvferry.protocol import book_events as e
+from kvferry.protocol import book_values as values
 from kvferry.protocol.book import Book
 from kvferry.protocol.book_values import Lease, Receive
 
@@ -68,11 +69,29 @@ def not_waited_for(book: Book, call: Any, go: Any = Book._go) -> Any:
     return go(book, call)
 
 
-PLANTED: dict[str, Planted] = {
+def by_new_weights(book: Book, call: Any, said: e.Publish, problem: Any, answered: Any = Book._publish_answered) -> Any:
+    call.weights = book.start.weights
+    return answered(book, call, said, problem)
+
+
+def refused(book: Book, call: Any, leave: Any = Book._leave) -> Any:
+    if call in book._waiting:
+        return book._tell(call, e.Refused(call.said.call, values.registering()))
+    return leave(book, call)
+
+
+def what_is_taken(leases: Any, *_: Any) -> list[str]:
+    return [name for (name, _), lease in leases.items() if lease.more]
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
     "blocks are quiet when their receive has ended": changed(Book, "_heard", quiet_at_its_end),
     "the end of another transfer of the request counts": (Book, "_heard", any_transfer),
     "an end that overtakes the answer is forgotten": (Book, "_receive_answered", not_early),
     "a publish is sent again that was aborted": (Book, "_publish_answered", without_more),
+    "a publish is sent again that older weights have computed": (Book, "_publish_answered", by_new_weights),
+    "the name of weights that nobody waits for is not sent": (Book, "_leave", refused),
+    "what waits while the weights are replaced is not cut": (values, "in_part", what_is_taken),
     "what arrives when the weights were replaced is taken": (Book, "_heard", any_weights),
     "a receive that is given up is not aborted": (Book, "_given_up", no_effects),
     "the next receive does not wait for the one that is given up": (Book, "_go", not_waited_for),

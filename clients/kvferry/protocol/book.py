@@ -84,7 +84,7 @@ class Book:
     # The engine speaks.
 
     def _begin(self, said: e.Said) -> Effects:
-        call, effects, start = Call(said), Effects(), self.start
+        call, effects, start = Call(said, weights=self.start.weights), Effects(), self.start
         match said:
             case e.Publish():
                 if said.current and said.request_id in start.cut:
@@ -99,9 +99,8 @@ class Book:
                 start.cut.pop(request_id)
                 effects += self._drop(request_id)
             case e.ReplaceWeights(_, weights):
-                for (request_id, _), lease in self._leases.items() if weights != start.weights else ():
-                    if lease.more:
-                        start.cut.put(request_id, True)
+                if weights != start.weights:
+                    start.cut_all(values.in_part(self._leases, self._waiting, self._settling.values()))
                 start.weights = weights
             case e.Probe():
                 pass
@@ -161,7 +160,7 @@ class Book:
     def _leave(self, call: Call | None) -> Effects:
         if call is None or call.told:
             return []
-        if call in self._waiting:
+        if call in self._waiting and not isinstance(call.said, e.ReplaceWeights):  # that goes out, whoever waits for it
             why = values.registering() if self._registering else values.pending(call.request_id)
             return self._tell(call, e.Refused(call.said.call, why))
         call.told = True
@@ -211,7 +210,9 @@ class Book:
         if problem is None:
             return self._tell(call, e.Taken(said.call))
         if problem.code == "lease_ended" and lease.over and not (said.number or call.aborted):
-            return [self._send(call)]  # its lease ended while this was on its way: this is another
+            if call.weights == self.start.weights:
+                return [self._send(call)]  # its lease ended while this was on its way: this is another
+            problem = values.mixed_weights(said.request_id, self.start.weights)
         if said.withdraw and (said.request_id, lease.number) in self._leases:
             call.why = problem
             return [self._withdraw(call)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import Conflict, Deadline, KvferryError, Malformed, Unavailable
@@ -29,6 +30,10 @@ class Start:
         self.lost: deque[tuple[str, int]] = deque(maxlen=LOST)
         """(request, number) of leases that nobody can read, and no daemon knows of: the LOST newest."""
 
+    def cut_all(self, request_ids: Iterable[str]) -> None:
+        for request_id in sorted(request_ids):
+            self.cut.put(request_id, True)
+
 
 @dataclass(slots=True, eq=False)
 class Lease:
@@ -49,6 +54,8 @@ class Call:
 
     said: e.Said
     number: int = 0
+    weights: str = ""
+    """The engine's, when it called."""
     told: bool = False
     aborted: bool = False
     lease: Lease | None = None
@@ -65,11 +72,18 @@ class Receive(Call):
     """It is the request's own until it has ended, or given up, until it is quiet."""
 
     transfer_id: str = ""
-    weights: str = ""
     over: bool = False
     safe: bool = False
     given_up: bool = False
     early: deque[e.TransferOver | e.BlocksSafe] = field(default_factory=lambda: deque(maxlen=EARLY))
+
+
+def in_part(leases: Mapping[tuple[str, int], Lease], waiting: Iterable[Call], settling: Iterable[Call]) -> set[str]:
+    """Requests of which more follows what was published, or is to be, or may have been. settling: nobody knows."""
+    more = {request_id: lease.more for (request_id, _), lease in leases.items()}
+    more |= {of.request_id: of.said.more for of in waiting if isinstance(of.said, e.Publish)}
+    doubtful = {of.request_id for of in settling if isinstance(of.said, e.Publish) and of.said.more}
+    return doubtful | {request_id for request_id, follows in more.items() if follows}
 
 
 def registering() -> KvferryError:
