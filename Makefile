@@ -90,8 +90,8 @@ stepwise: $(READY) ## HOURS=8 of runs of daemons that are drawn from seeds, on a
 simulate: $(READY) ## the protocol without I/O: HOURS=8 draws runs on all cores, SEED=n plays one and prints its transcript
 	@$(BIN)/python tests/simulation/simulate.py $(if $(WORLD),--world $(WORLD)) $(if $(SEED),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS))
 
-mutants: $(READY) ## COUNT=300 small changes of the protocol, which the simulator has to find; half an hour of a core. SEED draws others
-	@$(BIN)/python tests/simulation/mutants.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS))
+mutants: $(READY) ## COUNT=300 small changes of the protocol, which the simulator has to find; half an hour of a core. SEED draws others, ONLY=leases those of one module
+	@$(BIN)/python tests/simulation/mutants.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(ONLY),--only $(ONLY))
 
 soak: $(READY) ## ten minutes (SOAK=seconds) of random requests and troubles among six daemons; ends with a table
 	@SOAK=$${SOAK:-600} $(BIN)/python -m pytest tests/soak/test_soak.py

@@ -1,4 +1,5 @@
-"""Mutants of the protocol: one small change of a machine each, which known seeds of the simulated worlds have to find.
+"""Mutants of the protocol: one small change of a machine each, which known seeds of the simulated worlds have to find,
+or the unit tests of the machines.
 
 `make mutants` draws 300 by a seed and lists those that survive. A survivor is an oracle that is missing, code that
 nothing needs, or a change that changes nothing.
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
+import contextlib
 import importlib.util
+import io
+import itertools
 import multiprocessing
 import random
 import signal
@@ -26,6 +29,11 @@ SILENT = {"check", "sizes", "__str__", "__repr__"}
 """Methods that the worlds call, or people read."""
 CPU_S = 10.0
 """A run that takes longer hangs."""
+UNIT = (
+    "attempt_rules", "attempts_by_number", "bounds_of_all", "chunk_stream", "fences", "gather", "lease",
+    "retired_by_halves", "roster_joinings", "served_stream", "states",
+)  # fmt: skip
+"""Tests of the machines themselves, which those play that the worlds do not find."""
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
     ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
@@ -33,8 +41,8 @@ OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
 NEXT: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 """The comparison that differs where both sides are equal."""
 Place = tuple[ast.AST, str, int | None]
-Mutant = tuple[str, int, str, str]
-"""Module, line, what it says, its whole source."""
+Mutant = tuple[str, int, str, int]
+"""Module, line, what it says, and which change of the module it is."""
 
 
 class Hangs(BaseException):
@@ -91,6 +99,8 @@ def changes(node: ast.AST, fields: bool) -> Iterator[ast.AST]:
             yield ast.If(ast.Constant(False), node.body, node.orelse)
         case ast.Raise() | ast.Delete() | ast.AugAssign():
             yield ast.Pass()
+        case ast.Expr(value=ast.Call(func=ast.Name("assert_never"))):
+            pass
         case ast.Expr(value=ast.Call() | ast.YieldFrom()):
             yield ast.Pass()
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) if not fields:
@@ -103,29 +113,34 @@ def said(node: ast.AST) -> str:
     return ast.unparse(node).split("\n")[0][:100]
 
 
-def mutants(folder: Path) -> Iterator[Mutant]:
-    for path in sorted(folder.glob("*.py")):
-        tree = ast.parse(path.read_text())
-        for (parent, name, index), node in list(places(tree)):
-            for change in changes(node, isinstance(parent, ast.ClassDef)):
-                at = getattr(parent, name) if index is not None else parent
-                where: int | str = index if index is not None else name
-                put = at.__setitem__ if isinstance(at, list) else lambda key, value, at=at: setattr(at, key, value)
-                put(where, change)
-                yield (
-                    path.stem,
-                    getattr(node, "lineno", 0),
-                    f"{said(node)}  ->  {said(change)}",
-                    ast.unparse(ast.fix_missing_locations(copy.deepcopy(tree))),
-                )
-                put(where, node)
+def changed(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Node and what stands in its place, until the next is asked for."""
+    for (parent, name, index), node in list(places(tree)):
+        for change in changes(node, isinstance(parent, ast.ClassDef)):
+            at = getattr(parent, name) if index is not None else parent
+            where: int | str = index if index is not None else name
+            put = at.__setitem__ if isinstance(at, list) else lambda key, value, at=at: setattr(at, key, value)
+            put(where, change)
+            yield node, change
+            put(where, node)
 
 
-def replaced(module: str, source: str) -> None:
+def mutants(path: Path) -> Iterator[Mutant]:
+    for number, (node, change) in enumerate(changed(ast.parse(path.read_text()))):
+        yield path.stem, getattr(node, "lineno", 0), f"{said(node)}  ->  {said(change)}", number
+
+
+def source(path: Path, number: int) -> str:
+    tree = ast.parse(path.read_text())
+    next(itertools.islice(changed(tree), number, None))
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def replaced(module: str, number: int) -> None:
     spec = importlib.util.find_spec(f"{PACKAGE}.{module}")
-    assert spec is not None
+    assert spec is not None and spec.origin is not None
     made = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    exec(compile(source, f"{module}.py", "exec"), made.__dict__)
+    exec(compile(source(Path(spec.origin), number), f"{module}.py", "exec"), made.__dict__)
 
 
 def hang(signum: int, frame: FrameType | None) -> None:
@@ -145,12 +160,26 @@ def used(seeds: int) -> dict[str, set[str]]:
     return modules
 
 
+def failing() -> str:
+    """The first unit test that fails; empty if none does."""
+    import pytest
+
+    folder, said = Path(__file__).parents[1] / "unit", io.StringIO()
+    with contextlib.redirect_stdout(said):
+        failed = pytest.main(["-qx", "-p", "no:cacheprovider", *(f"{folder}/test_{name}.py" for name in UNIT)])
+    return (
+        next((line for line in said.getvalue().splitlines() if line.startswith(("FAILED", "ERROR"))), "a unit test")
+        if failed
+        else ""
+    )
+
+
 def fate(job: tuple[Mutant, list[str], int]) -> str:
     """How it is found; empty if it survives."""
-    (module, _, _, source), worlds, seeds = job
+    (module, _, _, number), worlds, seeds = job
     signal.signal(signal.SIGVTALRM, hang)
     try:
-        replaced(module, source)
+        replaced(module, number)
         from simulate import Found, played
 
         for seed in range(seeds):
@@ -158,13 +187,14 @@ def fate(job: tuple[Mutant, list[str], int]) -> str:
                 signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
                 if kind := played(seed, Found(world)):
                     return f"{world} {seed}: {kind}"
+        signal.setitimer(signal.ITIMER_VIRTUAL, 6 * CPU_S)
+        return failing()
     except Hangs:
         return "hangs"
     except Exception as error:  # noqa: BLE001  it cannot be loaded
         return f"not loaded: {error!r}"
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    return ""
 
 
 def main() -> int:
@@ -181,7 +211,8 @@ def main() -> int:
     found = Counter[bool]()
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         runs = pool.apply(used, (2,))
-        every = [each for each in mutants(Path(package.origin).parent) if asked.only in ("", each[0])]
+        paths = sorted(Path(package.origin).parent.glob(f"{asked.only or '*'}.py"))
+        every = [mutant for path in paths for mutant in mutants(path)]
         drawn = random.Random(asked.seed).sample(every, min(asked.count, len(every)))
         jobs = [
             (each, [name for name, seen in runs.items() if f"{PACKAGE}.{each[0]}" in seen], asked.seeds)
