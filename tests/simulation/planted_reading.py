@@ -74,6 +74,59 @@ def from_the_first(part: Progress, now: float, go_on: Any = Progress._go_on) -> 
     return go_on(part, now)
 
 
+def unended(part: Progress, event: Any, now: float, on: Any = Progress.on) -> Any:
+    if part.state.ended and isinstance(event, t.Stop):
+        part.do = t.Finish(part.state, problem=event.why)
+    return on(part, event, now)
+
+
+def as_failed(part: Progress, why: Any, now: float, *, finish: Any = Progress._finish, **_: Any) -> Any:
+    return finish(part, why, now)
+
+
+def words_of_what_is_read(effects: Any, part: Progress, *_: Any) -> Any:
+    if isinstance(part.do, t.Prove):
+        part.do = replace(part.do, words=part.do.words & set(part._pass.read))
+    return effects
+
+
+def met_before(part: Progress, why: Any, now: float, fail: Any = Progress._fail) -> Any:
+    part._met = 2
+    return fail(part, why, now)
+
+
+def unopened(part: Progress, why: Any, now: float, fail: Any = Progress._fail) -> Any:
+    part._opened = False
+    return fail(part, why, now)
+
+
+def at_the_end(part: Progress, now: float, go_on: Any = Progress._go_on) -> Any:
+    if any(each.seen.more for each in part.readings.values()):
+        return part._await_more(now)
+    return go_on(part, now)
+
+
+def for_all(effects: Any, part: Progress, *_: Any) -> Any:
+    if isinstance(part.do, t.Listen) and part._awaited:
+        part._awaited = {rank for rank, each in part.readings.items() if each.seen.more}
+    return effects
+
+
+def nothing_whole(part: Progress, now: float, agree: Any = Progress._agree) -> Any:
+    part._whole.clear()
+    return agree(part, now)
+
+
+def with_sums(part: Progress, now: float, proven: Any = Progress._proven) -> Any:
+    part.wanted = replace(part._wanted, sums=True)
+    return proven(part, now)
+
+
+def unasked(part: Progress) -> bool:
+    """It waits for rank 0, whatever the engine has named."""
+    return part._wanted.rank > 0 and part._first is None
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "ranks do not compare their leases": (Progress, "_proven", done_uncompared),
     "what rank 0 says at the end is not heard": (Progress, "on", deaf),
@@ -92,5 +145,16 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a daemon that started anew is taken for the one before": changed(Progress, "_give_up", without(t.Forget)),
     "hands are shaken only once": (Progress, "_meet", meet_once),
     "what was never published is wanted, and done": (transfer, "check_published", nothing),
+    "what has ended is stopped again": (Progress, "on", unended),
+    "what is aborted has failed": (Progress, "_finish", as_failed),
+    "the word of a rank of which nothing is read is not looked at": changed(Progress, "_moved", words_of_what_is_read),
+    "hands are not shaken again": (Progress, "_fail", met_before),
+    "what was announced is not asked when it fails": (Progress, "_fail", unopened),
+    "nothing is read before all is published": (Progress, "_go_on", at_the_end),
+    "what is over is waited for": (Progress, "_check_goes_on", nothing),
+    "ranks that are not behind are waited for": changed(Progress, "_await_more", for_all),
+    "what is whole is read again": (Progress, "_agree", nothing_whole),
+    "sums are compared that nobody wants": (Progress, "_proven", with_sums),
+    "rank 0 is waited for, whatever is named": (Progress, "_needs_first", property(unasked)),
     "tokens before those that are wanted are read": (Progress, "_go_on", from_the_first),
 }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import source_world
+from promises import Promises
 from source_world import BLOCKS, DEADLINE_S, NAMES, Link, ReaderRank, Receive, SourceRank
 from staged_world import Sent, Staging
 from violation import Violation
@@ -40,7 +41,10 @@ class RankPart:
     """Source ranks of which there is something to read."""
     begins: int
     """The step from which order and reservation are there."""
+    nothing: frozenset[int] = frozenset()
+    """Those of `read` of which nothing is moved: they have the verdict only."""
     machine: Progress = field(default_factory=Progress)
+    promises: Promises = field(init=False)
     links: dict[int, Link] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
     """Readings on their streams, by source rank."""
@@ -63,9 +67,15 @@ class RankPart:
     unpublished: set[int] = field(default_factory=set)
     """Source ranks that have said so, and have told of no lease since."""
     compared: bool = False
-    drained: int = 0
+    proofs: dict[int, set[bool]] = field(default_factory=dict)
+    """By source rank: whether its moves were proven by packing."""
+    whole: frozenset[int] = frozenset()
+    """Source ranks of which a pass that failed has packed all."""
     state: str = "reads"
     read_lease: t.LeaseId | None = None
+
+    def __post_init__(self) -> None:
+        self.promises = Promises(self.machine)
 
     @property
     def over(self) -> bool:
@@ -91,6 +101,8 @@ class World(source_world.World):
         self.arisen: list[tuple[RankPart, t.TransferEvent]] = []
         self.known: defaultdict[ReaderRank, dict[int, int]] = defaultdict(dict)
         """Lives of the sources' daemons with which each reader's has shaken hands, by source rank."""
+        self.unquiet: list[RankPart] = []
+        """Parts that have their verdict, and of which reads may still be under way."""
 
     def blow(self) -> None:
         if self.rng.random() < 0.5:
@@ -117,14 +129,15 @@ class World(source_world.World):
             if not alike:
                 named = rng.choice((0, last, max(0, last - 1)))
             # An engine that names a lease by epoch and number names the same on every rank.
-            epoch = EPOCH if named and alike and rng.random() < 0.7 else ""
+            epoch = EPOCH if alike and rng.random() < (0.7 if named else 0.3) else ""
             wanted = t.Wanted(
                 name, reader.who.rank, epoch, named, Computed(weights=self.weights), tokens, rng.random() < 0.3
             )
             every = tuple(at.index for at in self.sources)
             read = every if rng.random() < 0.8 else (rng.choice(every),)
             begins = self.steps + rng.choice((0, 0, 0, 40, 80))
-            receive.parts.append(RankPart(receive, reader, wanted, read, begins))  # type: ignore[arg-type]
+            nothing = frozenset(rank for rank in read if rng.random() < 0.1)
+            receive.parts.append(RankPart(receive, reader, wanted, read, begins, nothing))  # type: ignore[arg-type]
             self.tell(
                 f"{engine}/{reader.who.rank}: receive {name}, attempt {receive.attempt}, {epoch=}, {named=}, {staged=}"
             )
@@ -153,7 +166,7 @@ class World(source_world.World):
     def _told_next(self, part: RankPart, event: t.TransferEvent) -> None:
         self.pairs[part.machine.state.value, type(event).__name__] += 1
         do = part.machine.do
-        for effect in part.machine.on(event, self.now):
+        for effect in part.promises.on(event, self.now):
             match effect:
                 case t.Say(rank, r.Open(opening, lease, known)):
                     self._open(part, rank, opening, lease, known)
@@ -183,12 +196,17 @@ class World(source_world.World):
         link, name = part.links[rank], part.receive.name
         part.due.discard(rank)
         part.unpublished.discard(rank)
+        part.whole -= {rank}
+        part.proofs.pop(rank, None)
         if link.broken:
             self.told(part, t.Told(rank, r.Over(opening, _lost())))
             return
         if part.lives[rank] != link.life:
             why = PeerFailed("stale_instance", "hands were shaken with the daemon before this one")
             self.told(part, t.Told(rank, r.Over(opening, why)))
+            return
+        if not self.calm and self.rng.random() < 0.02:
+            self.told(part, t.Told(rank, r.Over(opening, Conflict("stale_epoch", "the engine was started anew"))))
             return
         part.numbers[rank] = number = next(link.readings)
         link.parts[number] = (part, rank, opening)  # type: ignore[assignment]
@@ -197,9 +215,12 @@ class World(source_world.World):
     def _close(self, part: RankPart, rank: int, said: r.Close) -> None:
         if said.complete and part.state != "done":
             raise Violation("closed as read, and is not")
+        if rank not in part.read and (said.opening, said.complete, said.nbytes) != (0, True, 0):
+            raise Violation("it says to have read that of which it has read nothing", f"{said}")
         if said.complete:
             assert part.read_lease is not None
-            count = len(part.tokens(self.prefills[part.read_lease[1] - 1])) if rank in part.read else 0
+            moved = rank in part.read and rank not in part.nothing
+            count = len(part.tokens(self.prefills[part.read_lease[1] - 1])) if moved else 0
             if said.lease != part.read_lease[1] or said.nbytes < count:
                 raise Violation("closed as another lease, or as fewer bytes", f"{said}, {part.read_lease}, {count}")
         link, number = part.links[rank], part.numbers.pop(rank, 0)
@@ -209,7 +230,7 @@ class World(source_world.World):
             link.up.append(e.Leave(reading, receive.name, said.lease, said.complete, said.nbytes, receive.attempt))
 
     def stop(self, part: RankPart, why: KvferryError) -> None:
-        self.told(part, t.Stop(why))
+        self.told(part, t.Stop(why, self.rng.random() < 0.3))
 
     def fail(self, part: Any, why: str) -> None:
         self.stop(part, Conflict("aborted", why))
@@ -223,7 +244,10 @@ class World(source_world.World):
         self.ends[code] += 1
         if verdict.state is TransferState.DONE:
             self._check_bytes(part, verdict)
-        self.told(part, t.Quiet())
+        if self.rng.random() < 0.5:
+            self.told(part, t.Quiet())
+        else:
+            self.unquiet.append(part)
 
     def _check_bytes(self, part: RankPart, verdict: t.Finish) -> None:
         assert verdict.lease is not None and verdict.tokens is not None
@@ -237,7 +261,7 @@ class World(source_world.World):
             raise Violation("done with a part of it", f"{verdict.tokens}")
         if wanted.stop > len(tags):
             raise Violation("done with what was never published", f"{wanted} of {len(tags)}")
-        meant = {(rank, at): tags[at] for rank in part.read for at in wanted}
+        meant = {(rank, at): tags[at] for rank in part.read if rank not in part.nothing for at in wanted}
         if part.machine.nbytes != len(meant):
             raise Violation("its bytes are miscounted", f"{part.machine.nbytes} of {len(meant)}")
         if part.wanted.sums and not part.compared:
@@ -271,9 +295,7 @@ class World(source_world.World):
             case t.Move():
                 self._move(part, do)
             case t.Drain():
-                part.drained += 1
-                if part.drained > 1:
-                    raise Violation("an announcement that failed is tried twice")
+                part.proofs = {rank: {True} for rank in part.whole}
                 self.told(part, t.Drained())
             case t.Compare():
                 part.compared = True
@@ -327,14 +349,19 @@ class World(source_world.World):
     def _move(self, part: RankPart, do: t.Move) -> None:
         if part.left is None:
             self._check_range(part, do)
-            part.left = [(rank, at) for rank in part.read if rank not in do.without for at in range(*do.tokens)]
+            if do.without != part.whole:
+                raise Violation("it is read again, or is not", f"{do.without}, {part.whole} is whole")
+            part.left = [(rank, at) for rank in self._moving(part, do) for at in range(*do.tokens)]
             part.staging, part.packed, part.failed = {}, set(), {}
         if part.receive.staged:
             self._stage(part, do)
         elif part.left:
             self._read_block(part)
         else:
-            self.told(part, t.Moved(self._counts(part, do)))
+            counts = self._counts(part, do)
+            for rank in counts:
+                part.proofs.setdefault(rank, set()).add(False)
+            self.told(part, t.Moved(counts))
 
     @staticmethod
     def _check_range(part: RankPart, do: t.Move) -> None:
@@ -346,7 +373,11 @@ class World(source_world.World):
 
     def _counts(self, part: RankPart, do: t.Move) -> dict[int, int]:
         count = do.tokens[1] - do.tokens[0]
-        return {rank: count for rank in part.read if rank not in do.without and rank not in part.failed and count}
+        return {rank: count for rank in self._moving(part, do) if rank not in part.failed and count}
+
+    @staticmethod
+    def _moving(part: RankPart, do: t.Move) -> list[int]:
+        return [rank for rank in part.read if rank not in do.without and rank not in part.nothing]
 
     def _read_block(self, part: RankPart) -> None:
         """By NIXL, which asks nobody."""
@@ -374,7 +405,12 @@ class World(source_world.World):
             self.told(part, t.Failed(confirmed[0]))
         elif not going:
             counts = self._counts(part, do)
-            self.told(part, t.Moved(counts, frozenset(counts), next(iter(part.failed.values()), None)))
+            for rank in counts:
+                part.proofs.setdefault(rank, set()).add(True)
+            failed = next(iter(part.failed.values()), None)
+            if failed is not None:
+                part.whole = frozenset(rank for rank in counts if do.states and part.proofs[rank] == {True})
+            self.told(part, t.Moved(counts, frozenset(counts), failed))
         else:
             self._stage_of(part, do, self.rng.choice(going))
 
@@ -411,6 +447,9 @@ class World(source_world.World):
             part.failed[rank] = told.problem
 
     def _prove(self, part: RankPart, do: t.Prove) -> None:
+        """What was packed has held until it was read. Nothing else shows that the lease has."""
+        if do.words != {rank for rank in part.read if part.proofs.get(rank, {False}) != {True}}:
+            raise Violation("another rank's word is looked at than has to be", f"{do.words} by {part.proofs}")
         for rank in do.words:
             at, seen = self.sources[rank], part.machine.readings[rank].seen
             if at.life != part.lives[rank] or seen.word not in at.words:
@@ -479,13 +518,29 @@ class World(source_world.World):
                     raise Violation("a reader of what is over waits", f"lease {reading.named}")
 
     def _step_part(self, links: list[Link]) -> bool:
+        if self.unquiet and self.rng.random() < 0.1:
+            self._end_late()
+            return True
         parts = self._of(self.parts())
         if not parts:
-            return False
+            return bool(self.unquiet)
         part = self.rng.choice(parts)
         before = part.progress()
         self.go_on(part)
         return part.progress() != before
+
+    def _end_late(self) -> None:
+        """Reads that were under way are over. Whatever was told meanwhile is told to one that has ended."""
+        part = self.unquiet.pop(self.rng.randrange(len(self.unquiet)))
+        late: list[t.TransferEvent] = [
+            t.Stop(Conflict("aborted", "late"), aborted=True),
+            t.Failed(_lost()),
+            t.Led((EPOCH, 1)),
+            t.Match(part.wanted),
+        ]
+        if self.rng.random() < 0.5:
+            self.told(part, self.rng.choice(late))
+        self.told(part, t.Quiet())
 
 
 def seen_of(view: View) -> Seen:

@@ -127,11 +127,9 @@ class AskFor:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The reading is over. complete: all that was wanted has been read, or nothing was to be. lease: its number, where
-    nothing was."""
+    """The reading is over. complete: all that was wanted has been read."""
 
     complete: bool
-    lease: int = 0
 
 
 ReadingEvent: TypeAlias = Begin | Due | Update | Unpublished | Over | Gathered | Read | AskAgain | AskFor | Leave
@@ -223,9 +221,8 @@ class Following:
             case AskFor(lease):
                 self.named, self.announced = lease, False
                 return self._open_anew()
-            case Leave(complete, lease):
-                self.due = False
-                number = self.seen.lease or lease or self.named
+            case Leave(complete):
+                self.due, number = False, self.seen.lease or self.named
                 return self._close(complete, number) if self.opening or complete else []
             case _:
                 assert_never(event)

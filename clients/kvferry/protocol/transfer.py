@@ -49,8 +49,8 @@ class Progress:
         self._peer: t.Met | None = None
         self._met = 0
         """How often hands were shaken."""
-        self._opened = self._retried = False
-        """Every source rank has told of its lease; what was announced has failed, and was asked."""
+        self._opened = False
+        """Every source rank has told of its lease."""
         self._first: t.LeaseId | None = None
         """The lease that rank 0 has read, once it says so."""
         self._awaited: set[int] = set()
@@ -69,8 +69,8 @@ class Progress:
         if self.state.ended:
             return []
         try:
-            if (asked := ANSWERS.get(type(event))) is not None:
-                assert isinstance(self.do, asked), f"{type(event).__name__} answers nothing: {self.do}"
+            asked = ANSWERS.get(type(event))
+            assert asked is None or isinstance(self.do, asked), f"{type(event).__name__} answers nothing: {self.do}"
             match event:
                 case t.Match(wanted):
                     assert self.wanted is None, "it has matched"
@@ -79,7 +79,7 @@ class Progress:
                 case t.Told(rank, told):
                     effects = self._say(rank, told, now) if rank in self.readings else []
                     listens = isinstance(self.do, t.Listen) and self.state is not TransferState.VERIFYING
-                    return effects + (self._look(now) if self.readings and listens else [])
+                    return effects + (self._look(now) if listens else [])
                 case t.Led(first):
                     self._first = first
                     return self._proven(now) if self.awaits_first else []
@@ -91,7 +91,6 @@ class Progress:
                     return self._meet(event, now)
                 case t.Drained():
                     self._awaited = {rank for rank, each in self.readings.items() if each.announced}
-                    self.do = t.Listen()
                     return self._say_all(self._awaited, r.AskAgain(), now) + self._look(now)
                 case t.Moved():
                     return self._moved(event, now)
@@ -140,7 +139,7 @@ class Progress:
 
     def _meet(self, met: t.Met, now: float) -> Effects:
         wanted = self._wanted
-        self._peer, self._met, self.do = replace(met, read={}), self._met + 1, t.Listen()
+        self._peer, self._met = replace(met, read={}), self._met + 1
         self.readings = {rank: Following(rank, wanted.request_id, wanted.lease, wanted.computed) for rank in met.read}
         said = [effect for rank, announced in met.read.items() for effect in self._say(rank, r.Begin(announced), now)]
         self._awaited = {rank for rank, each in self.readings.items() if not each.announced}
@@ -149,12 +148,9 @@ class Progress:
     def _look(self, now: float) -> Effects:
         """Whether all that is awaited has come."""
         try:
-            for rank, each in self.readings.items():
-                if rank not in self._awaited:
-                    if self.state is TransferState.READING:
-                        each.check_goes_on()
-                elif each.take():
-                    self._awaited.remove(rank)
+            self._awaited = {rank for rank in self._awaited if not self.readings[rank].take()}
+            if self.state is TransferState.READING:
+                self._check_goes_on()
             if self._awaited:
                 self.do = t.Listen()
                 return []
@@ -168,7 +164,7 @@ class Progress:
         self._opened = True
         newest = max(each.seen.lease for each in self.readings.values())
         behind = {rank for rank, each in self.readings.items() if each.seen.lease < newest}
-        if behind and not self._wanted.lease:
+        if behind:
             for rank in behind:
                 self._whole.pop(rank, None)
             self._awaited, self.do = behind, t.Listen()
@@ -180,7 +176,13 @@ class Progress:
         self.announced = any(each.announced for each in self.readings.values())
         self._move(TransferState.READING)
         check_one_prompt(self.readings)
+        self._check_goes_on()
         return self._go_on(now)
+
+    def _check_goes_on(self) -> None:
+        """Raises KvferryError where a source rank has ended its reading, or is lost."""
+        for each in self.readings.values():
+            each.check_goes_on()
 
     # ---- bytes, and their proof ----
 
@@ -195,8 +197,6 @@ class Progress:
             assert self._peer is not None
             until -= until % self._peer.grain
         if last or until > going.at:
-            for each in every:
-                each.check_goes_on()
             self.do = t.Move((going.at, max(going.at, until)), last, frozenset(self._whole))
             return []
         return self._await_more(now)
@@ -206,7 +206,6 @@ class Progress:
         unfinished = {rank: each.seen.num_tokens for rank, each in self.readings.items() if each.seen.more}
         published = min(each.seen.num_tokens for each in self.readings.values())
         self._awaited = {rank for rank, tokens in unfinished.items() if tokens <= published} or set(unfinished)
-        self.do = t.Listen()
         return self._look(now)
 
     def _moved(self, moved: t.Moved, now: float) -> Effects:
@@ -214,9 +213,8 @@ class Progress:
         assert isinstance(move, t.Move)  # by ANSWERS
         for rank, nbytes in moved.nbytes.items():
             self._say(rank, r.Read(nbytes), now)
-        if moved.failed is None or move.states:
-            going.read.update(moved.nbytes)
-            going.unpacked |= set(moved.nbytes) - moved.packed
+        going.read.update(moved.nbytes)
+        going.unpacked |= set(moved.nbytes) - moved.packed
         if moved.failed is not None:
             if move.states:
                 self._whole |= {rank: going.read[rank] for rank in moved.nbytes if rank not in going.unpacked}
@@ -247,7 +245,8 @@ class Progress:
         if self._needs_first:
             self.do = t.Listen()
             return []
-        if first is not None and self.lease is not None:
+        assert self.lease is not None
+        if first is not None:
             check_first(wanted, first, self.lease)
         self.do = t.Compare((self._pass.first, self._pass.at)) if wanted.sums else self._verdict()
         return []
@@ -263,8 +262,8 @@ class Progress:
         """Ask where an announcement may be the reason, or shake hands again where the peer is another one by now: each
         once."""
         announced = any(each.announced for each in self.readings.values())
-        if self._opened and announced and not self._retried:
-            self._retried, self.do, self._pass = True, t.Drain(), r.Pass(0, 0)
+        if self._opened and announced:
+            self.do, self._pass = t.Drain(), r.Pass(0, 0)
             if self.state is not TransferState.CONNECTING:
                 self._move(TransferState.CONNECTING)
             return []
@@ -290,16 +289,16 @@ class Progress:
     def _leave(self, now: float) -> Effects:
         """Ranks with nothing to read count this one as a reader that has finished, of the lease that was read."""
         assert self.lease is not None and self._peer is not None
-        leave = r.Leave(complete=True, lease=self.lease[1])
-        unread = [Following(rank, "", 0, self._wanted.computed) for rank in self._peer.others]
-        closed: Effects = [t.Say(each.rank, effect) for each in unread for effect in each.on(leave, now)]
-        return self._say_all(self.readings, leave, now) + closed
+        number = self.lease[1]
+        closed: Effects = [t.Say(rank, r.Close(0, number, complete=True, nbytes=0)) for rank in self._peer.others]
+        return self._say_all(self.readings, r.Leave(complete=True), now) + closed
 
     def check(self) -> None:
         for each in self.readings.values():
             each.check()
         assert self.state.ended is isinstance(self.do, t.Finish)
         assert self._awaited <= set(self.readings)
+        assert self.lease is not None or self._pass == r.Pass(0, 0)
         if isinstance(self.do, t.Move | t.Prove | t.Compare):
             assert self.lease is not None and {each.seen.lease for each in self.readings.values()} == {self.lease[1]}
         if isinstance(self.do, t.Listen) and self.wanted is not None:
