@@ -20,7 +20,7 @@ def changed(kind: type, name: str, change: Callable[..., Any]) -> Planted:
 
 def without(*kinds: type) -> Callable[..., Any]:
     """These effects are lost."""
-    return lambda effects, *_: [each for each in effects if not isinstance(each, kinds)]
+    return lambda effects, *_, **__: [each for each in effects if not isinstance(each, kinds)]
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -111,6 +111,15 @@ def led_on(leader: Leader, led: Any, effects: list[Any]) -> list[Any]:
     return effects
 
 
+def a_second_later(tell: le.Tell, *_: Any, **__: Any) -> le.Tell:
+    return tell._replace(seconds=1.0)
+
+
+def closed(leader: Leader, led: Any) -> list[Any]:
+    effects = leader._give_up(led, "deadline", failed=True)
+    return leader._settled(led, effects + [each for rank in led.ranks for each in leader._close(led, rank, None)])
+
+
 PLANTED: dict[str, Planted] = {
     "what is over falls": (Parts, "pass_by", always_news),
     "an order that is about to end is joined by a lower reservation": (Parts, "of", waiting_first),
@@ -139,6 +148,8 @@ PLANTED: dict[str, Planted] = {
     "what is reserved for other weights is read": (Requests, "_replace_weights", no_effects),
     "rank 0 asks no rank again": changed(Leader, "_of_part", without(le.Pause)),
     "rank 0 goes on when another rank has not got its KV": changed(Leader, "_of_part", without(le.StopOwn)),
+    "an end is told late": changed(Leader, "_tell", a_second_later),
+    "what is late is closed, and nobody says why": (Leader, "_late", closed),
     "other ranks are not told that rank 0 has given up": (Leader, "_give_up", no_effects_but_told),
     "an end that was not heard is not told again": (Leader, "_told", told_once),
     "refusals are told to nobody": changed(Leader, "on", without_refusals),

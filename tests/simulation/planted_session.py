@@ -82,7 +82,12 @@ def never_given_back(one: Session, now: float) -> list[Any]:
     return []
 
 
+def lost_in_silence(session: Session, now: float, detach: Any = Session.detach) -> Any:
+    return detach(session, now)[:0]
+
+
 PLANTED: dict[str, Planted] = {
+    "an engine that is lost is not detached": (Session, "detach", lost_in_silence),
     "an engine is told the end of its session twice": changed(Session, "_retired", twice),
     "an engine is not told the end of its session": changed(Session, "_retired", without(e.Ended)),
     "an engine is detached twice": changed(Session, "detach", twice),

@@ -104,6 +104,7 @@ def place_kept(waited: Any, waits: Waits, *_: Any) -> Any:
 
 
 PLANTED: dict[str, Planted] = {
+    "what has ended is announced": (Serving, "withdraw", nothing),
     "the word is cleared after the engine is told": changed(Leases, "_end", word_last),
     "the word is never cleared": changed(Leases, "_end", without(e.ClearWord)),
     "an engine is told twice": changed(Leases, "_end", twice),

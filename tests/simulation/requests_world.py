@@ -23,7 +23,7 @@ from kvferry.errors import Conflict, KvferryError, PeerFailed, Unavailable
 from kvferry.protocol import leader_events as le
 from kvferry.protocol import requests_events as e
 from kvferry.protocol.attempts import Attempt, Key, Limits, ReadingRank
-from kvferry.protocol.leader import Leader
+from kvferry.protocol.leader import AGAIN_S, Leader
 from kvferry.protocol.requests import Requests
 
 BLOCKS, MOST, HISTORY, DEADLINE_S = 16, 4, 2, 30.0
@@ -111,6 +111,9 @@ class Daemon:
     """The machine that hands orders on, used on rank 0."""
     calls: list[Call] = field(default_factory=list)
     """Calls to other ranks that are under way."""
+    gave_up: set[int] = field(default_factory=set)
+    pauses: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    """How often each rank was asked or told again, by what."""
     answers: dict[str, tuple[int, object]] = field(default_factory=dict)
     """The part of each order id, and what the order said."""
 
@@ -255,6 +258,7 @@ class World:
             case e.Stop(part, _, why):
                 at.jobs[part].stop = at.jobs[part].stop or why
             case e.TellEnded(part):
+                at.gave_up.add(part)
                 self.lead(at, le.GaveUp(part, "failed", failed=True))
             case e.TellRefused(where, request_id, attempt, why):
                 end = le.End(where, request_id, attempt, why.code, failed=True)
@@ -282,6 +286,21 @@ class World:
             if lower and other is not job and other.stop is None:
                 raise Violation("an attempt goes on beside a higher one")
 
+    @staticmethod
+    def _check_pause(at: Daemon, effect: le.Effect) -> None:
+        """An end is told at once. Each pause is twice the one before."""
+        match effect:
+            case le.Pause(part, rank, seconds):
+                key, first = ("ask", part, rank), AGAIN_S[0]
+            case le.Tell(number, rank, _, seconds):
+                key, first = ("tell", number, rank), 0.0
+            case _:
+                return
+        times = at.pauses[key] - (first == 0.0)
+        at.pauses[key] += 1
+        if seconds != (0.0 if times < 0 else min(AGAIN_S[0] * 2**times, AGAIN_S[1])):
+            raise Violation("a rank is asked or told again too early or too late", f"{effect} after {times}")
+
     def lead(self, at: Daemon, event: le.Event) -> None:
         """Tell rank 0's machine."""
         effects = at.leader.on(event, self.now)
@@ -289,8 +308,11 @@ class World:
         for effect in effects:
             match effect:
                 case le.Gather() | le.Ask() | le.Pause() | le.Tell():
+                    self._check_pause(at, effect)
                     at.calls.append(Call(effect))
                 case le.Close(part, rank) | le.Late(part, rank):
+                    if isinstance(effect, le.Close) and effect.why is None and part not in at.gave_up:
+                        raise Violation("a rank is closed, and nobody says why", f"{effect}")
                     if at.jobs[part].shares[rank] is not None:
                         raise Violation("a part that has ended is closed")
                     at.jobs[part].shares[rank] = False

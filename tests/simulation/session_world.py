@@ -134,6 +134,8 @@ class World:
                 self._wanted(self.held[id])
             case e.EndLeases(id, _, keep_whole):
                 held = self.held[id]
+                if not held.detached:
+                    raise Violation("leases end of an engine that is attached", id)
                 if any(not each.owned for each in held.regions) and keep_whole:
                     raise Violation("leases outlive the engine that owns their memory", id)
                 held.parted, held.whole = True, held.whole if keep_whole else 0

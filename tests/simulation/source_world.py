@@ -542,6 +542,8 @@ class World:
         number = next(iter(link.turns))
         del link.turns[number]
         told = at.source.take(Reading(link.number, number))
+        if isinstance(told, e.Announcement) and told.view.terms.word not in at.words:
+            raise Violation("a lease that has ended is announced", f"{told.view.terms}")
         if told is not None:
             link.turns[number] = None
             link.down.append((number, at.arena.sent(told) if isinstance(told, p.Packed) else told))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvferry.errors import Conflict
+from kvferry.errors import Conflict, PeerFailed
 from kvferry.protocol import reading as r
 from kvferry.protocol import transfer_events as t
-from kvferry.protocol.reading import Seen
+from kvferry.protocol.reading import Computed, Seen
 from kvferry.protocol.transfer import Progress
 
 PART = Seen(lease=1, version=1, word=7, num_tokens=2, metadata=b"m")
@@ -128,3 +128,33 @@ def test_what_was_packed_of_an_older_lease_is_read_again() -> None:
     told(it, 0, replace(WHOLE, lease=2, word=8))
     assert it.do == t.Move((0, 2), states=True, without=frozenset())
     assert it.nbytes == 0
+
+
+def test_a_source_that_has_answered_already_is_not_asked_again() -> None:
+    it = attempt(WHOLE)
+    (asked,) = it.on(t.Told(0, r.Due()), 0.0)
+    assert isinstance(asked, t.Say)
+    newer = replace(WHOLE, lease=2, word=8)
+    told(it, 0, newer)
+    assert isinstance(it.do, t.Move)
+    it.on(t.Moved({}, frozenset(), STALE), 0.0)
+    assert it.on(t.Drained(), 0.0) == []
+    assert isinstance(it.do, t.Move)
+    assert it.lease == ("1", 2)
+
+
+def test_a_source_that_is_lost_is_not_asked_again() -> None:
+    it = attempt(WHOLE)
+    it.on(t.Told(0, r.Due()), 0.0)
+    it.on(t.Told(0, r.Over(it.readings[0].opening, PeerFailed("peer_lost", "the stream is over"))), 0.0)
+    it.on(t.Moved({}, frozenset(), STALE), 0.0)
+    it.on(t.Drained(), 0.0)
+    assert code(it) == "peer_lost"
+
+
+def test_a_source_that_tells_of_a_prompt_that_is_not_wanted_is_asked_again() -> None:
+    it = attempt(replace(WHOLE, digest=b"p"), computed=Computed(b"p"))
+    it.on(t.Told(0, r.Due()), 0.0)
+    told(it, 0, replace(WHOLE, digest=b"q"))
+    it.on(t.Moved({}, frozenset(), STALE), 0.0)
+    assert [type(each.effect) for each in it.on(t.Drained(), 0.0) if isinstance(each, t.Say)] == [r.Close, r.Open]
