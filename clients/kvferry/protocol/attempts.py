@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import Conflict, Forbidden, Full, NotFound, PeerFailed, Unavailable
+from kvferry.protocol.frozen import frozen
 
 Key: TypeAlias = tuple[str, str, str]
 """Engine, epoch, request."""
@@ -13,7 +13,7 @@ HIGHER = "give every attempt at a request a higher number, the same on all ranks
 ELSEWHERE = "send the request to another decode worker"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Attempt:
     """An attempt at a request, the same on all ranks of the engine that reads.
 
@@ -35,7 +35,7 @@ class Attempt:
 NO_ATTEMPT = Attempt(0)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReadingRank:
     """A rank of an engine that reads. life: of what it has registered, never given again by its daemon."""
 
@@ -48,7 +48,7 @@ class ReadingRank:
         return self.engine_id, self.epoch, request_id
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Limits:
     """transfers: whose part on this rank has not ended. history: that are over, and still known. tables: whether an
     order may bring them."""

@@ -5,17 +5,17 @@ A call, a lease: whatever the caller knows them by. The book hands them back and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kvferry.errors import KvferryError
+from kvferry.protocol.frozen import frozen
 
 Call: TypeAlias = Any
 Held: TypeAlias = Any
 """A lease, as the caller knows it."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Publish:
     """More of a lease, or its first part. lease: its key if this begins it. number: 0 lets the book count. withdraw: a
     refusal withdraws earlier publishes too. current: the engine says that its present weights computed it."""
@@ -29,7 +29,7 @@ class Publish:
     current: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Receive:
     """attempt: 0 lets the book count."""
 
@@ -38,7 +38,7 @@ class Receive:
     attempt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Abort:
     """The request's receive and lease are to end."""
 
@@ -46,13 +46,13 @@ class Abort:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReplaceWeights:
     call: Call
     weights: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Probe:
     call: Call
 
@@ -60,7 +60,7 @@ class Probe:
 Said: TypeAlias = Publish | Receive | Abort | ReplaceWeights | Probe
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Leave:
     """The call is left: its time is over, or its caller was cancelled. A call that had been answered
     stands. Any other is refused, if it was not sent; or it is `Quiet` later, and nothing else is told of it."""
@@ -68,7 +68,7 @@ class Leave:
     call: Call
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Answered:
     """The daemon has answered a command. problem: it did nothing. transfer_id: a receive's name."""
 
@@ -77,7 +77,7 @@ class Answered:
     transfer_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LeaseOver:
     """end: told as it is."""
 
@@ -86,7 +86,7 @@ class LeaseOver:
     end: object
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TransferOver:
     """end: told as it is. done: its bytes have arrived. safe: nothing writes the blocks any more."""
 
@@ -97,32 +97,32 @@ class TransferOver:
     safe: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BlocksSafe:
     request_id: str
     transfer_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Register:
     """The cache is being described: what is said meanwhile waits."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Registered:
     """The daemon has answered. lost: what it was told to be lost; nothing where it refused."""
 
     lost: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SessionLost:
     """The session has ended. Its daemon may go on reading and writing."""
 
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SessionOver:
     """Nothing of the session is read or written any more. unknown: why that will never be certain."""
 
@@ -134,7 +134,7 @@ Event: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Send:
     """Put the call's command on the stream, with this id. number: of the lease or the attempt. lease: the one that is
     published."""
@@ -145,27 +145,27 @@ class Send:
     lease: Held = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SendAbort:
     id: int
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Named:
     """The daemon has taken the receive."""
 
     call: Call
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Taken:
     """The daemon has done what it was told."""
 
     call: Call
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Refused:
     """Nothing was done; or what was done is undone."""
 
@@ -173,7 +173,7 @@ class Refused:
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Doubtful:
     """The session ended first. `Quiet` follows."""
 
@@ -181,7 +181,7 @@ class Doubtful:
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ended:
     """A receive is over. problem: its bytes are of no use though they have arrived. `Quiet` follows."""
 
@@ -190,7 +190,7 @@ class Ended:
     problem: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Quiet:
     """Nothing reads or writes the call's blocks any more. unknown: why that will never be certain."""
 
@@ -198,7 +198,7 @@ class Quiet:
     unknown: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LeaseEnded:
     """The lease's blocks are not read any more, where `end` says so."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import Conflict
+from kvferry.protocol.frozen import frozen
 from kvferry.protocol.values import Sizes
 from kvferry.tables import BlockIds
 
@@ -17,7 +17,7 @@ Blocks: TypeAlias = Mapping[str, BlockIds]
 """Block ids by group."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Claim:
     life: int
     request_id: str

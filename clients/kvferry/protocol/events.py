@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
 from kvferry.protocol import packing_events as p
+from kvferry.protocol.frozen import frozen
 from kvferry.protocol.values import UNTRACED, Account, Publication, ReaderId, Reading, Terms, Trace, View
 
 # ---- from the engine that publishes ----
@@ -74,7 +74,7 @@ class Shut(NamedTuple):
     keep_whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tick:
     """Time has passed."""
 
@@ -185,7 +185,7 @@ class Announcement(NamedTuple):
     view: View
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unpublished:
     pass
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from kvferry.protocol.frozen import frozen
 
 TERM, KILL = 15, 9
 """Signals to a daemon: it drains and stops; it is no more."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Begin:
     """The first daemon is to be started."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NotStarted:
     """No process could be made for the daemon."""
 
@@ -22,7 +23,7 @@ class NotStarted:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Loaded:
     """The daemon has imported everything and read its settings: it takes at most `drain_s` to drain."""
 
@@ -30,12 +31,12 @@ class Loaded:
     drain_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Serves:
     daemon: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Died:
     """The daemon's process has ended. All that the daemon has said was heard before. how: in words."""
 
@@ -44,29 +45,29 @@ class Died:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Upgrade:
     """A wish: a daemon of the code and the settings of now is to serve."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stop:
     """A wish: the daemon that serves is to drain, and nothing follows. A second one: at once."""
 
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tick:
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Start:
     daemon: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Turn:
     """The daemon is the one to serve. why: what became of the one before; empty for the first."""
 
@@ -74,18 +75,18 @@ class Turn:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Signal:
     daemon: int
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ready:
     """A daemon serves: so the process that has started the keeper is told, once."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stays:
     """The answer to every wish for an upgrade that came before this daemon's start: it did not load. A line, too."""
 
@@ -93,14 +94,14 @@ class Stays:
     what: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Report:
     """A line for the operator."""
 
     what: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class End:
     """The keeper ends, with this status of its last daemon (of a signal: its number below zero)."""
 

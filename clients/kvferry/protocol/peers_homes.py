@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvferry.errors import Conflict
+from kvferry.protocol.frozen import frozen
 from kvferry.protocol.kept import Latest
 from kvferry.protocol.peers_events import Home
 from kvferry.protocol.values import Sizes
@@ -16,7 +16,7 @@ FORGOTTEN = 64
 """Engines that are listed, where they do not answer, after they are forgotten as peers."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Owner:
     """presumed: no order has named where it is."""
 

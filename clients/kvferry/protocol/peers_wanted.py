@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvferry.errors import KvferryError
+from kvferry.protocol.frozen import frozen
 from kvferry.protocol.values import Sizes
 
 AT_ONCE = 32
@@ -14,7 +13,7 @@ AGAIN_S = 60.0
 """The longest pause before an address that cannot be met is tried again; the first is a second."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Failed:
     times: int
     """In a row."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
 from kvferry.errors import Conflict, KvferryError, PeerFailed
+from kvferry.protocol.frozen import frozen
 from kvferry.tables import Tables
 
 OPEN_AFTER_S = 0.02
@@ -19,7 +20,7 @@ OPEN_AFTER_S = 0.02
 read. A short read is over by then, and costs its source one message."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Seen:
     """A lease as its source has told of it. lease: its number. version: counts its publishes."""
 
@@ -38,7 +39,7 @@ class Seen:
 UNSEEN = Seen()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Computed:
     """The prompt and the weights that a lease must have been computed of and by.
 
@@ -70,19 +71,19 @@ class Computed:
 # ---- what it is told ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Begin:
     """announced: what the source has announced of the lease that is wanted."""
 
     announced: Seen | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Due:
     """OPEN_AFTER_S has passed, or there is a message with which the lease can be opened."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Update:
     """opening: which one the source answers."""
 
@@ -90,12 +91,12 @@ class Update:
     seen: Seen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unpublished:
     opening: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Over:
     """No update follows: the source has ended the reading, or its stream is lost."""
 
@@ -103,29 +104,29 @@ class Over:
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gathered:
     """The source gathers by what was announced, so it still has that."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Read:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AskAgain:
     """Go by the source's own answer: the one it has given, if that is wanted and has not ended since, or a new one."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AskFor:
     """Read the lease of this number, which another rank of the source has told of."""
 
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Leave:
     """The reading is over. complete: all that was wanted has been read."""
 
@@ -138,14 +139,14 @@ ReadingEvent: TypeAlias = Begin | Due | Update | Unpublished | Over | Gathered |
 # ---- what it says ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OpenLater:
     """Tell it `Due` at that time, unless it has opened the lease before."""
 
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Open:
     """known: (word, version) of what the source need not tell."""
 
@@ -154,7 +155,7 @@ class Open:
     known: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Close:
     """opening: 0 for a lease that was never opened."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol, TypeAlias
 
 from kvferry.errors import KvferryError
 from kvferry.protocol.attempts import Attempt, ReadingRank
 from kvferry.protocol.claims import Blocks
+from kvferry.protocol.frozen import frozen
 
 
 class Order(Protocol):
@@ -26,7 +27,7 @@ class Order(Protocol):
     def naming(self, other: Any) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reservation:
     """The blocks to write on this rank. said: how the blocks are to be written, compared only. blocks: that are
     written. weights: the name of those that the engine has now."""
@@ -39,7 +40,7 @@ class Reservation:
 # ---- from routers, engines and other ranks ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ordered:
     """A router's order, on rank 0.
 
@@ -59,7 +60,7 @@ class Ordered:
     closed: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reserved:
     """An engine's reservation for the attempt of this number; with the order, if the engine names the source.
     deadline_s: the engine's own."""
@@ -73,7 +74,7 @@ class Reserved:
     closed: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Handed:
     """Rank 0 hands on an order. reservation: came with it."""
 
@@ -85,7 +86,7 @@ class Handed:
     closed: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unfit:
     """A reservation or an order for this attempt cannot be taken as it is."""
 
@@ -95,7 +96,7 @@ class Unfit:
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EndedElsewhere:
     """This attempt has ended on another rank. failed: it did not abort but fail."""
 
@@ -106,7 +107,7 @@ class EndedElsewhere:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Abort:
     """End the request's attempts."""
 
@@ -115,7 +116,7 @@ class Abort:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AbortPart:
     """End this attempt on all ranks."""
 
@@ -126,7 +127,7 @@ class AbortPart:
 # ---- from the daemon ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HandBack:
     """The engine drains: its orders that wait for a reservation go back to their routers."""
 
@@ -134,7 +135,7 @@ class HandBack:
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Led:
     """This instance of rank 0's daemon leads from now on: ends are gathered by no other."""
 
@@ -142,13 +143,13 @@ class Led:
     leader: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReplaceWeights:
     at: ReadingRank
     weights: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shut:
     """The engine is gone or retired."""
 
@@ -156,14 +157,14 @@ class Shut:
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Left:
     """Nothing more is reserved in this life of the engine."""
 
     at: ReadingRank
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tidy:
     """Forget what is over, as much as is more than the history."""
 
@@ -171,7 +172,7 @@ class Tidy:
 # ---- from transfers ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ended:
     """The part of this rank. problem: None where it is done."""
 
@@ -179,14 +180,14 @@ class Ended:
     problem: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Over:
     """The parts of all ranks have ended."""
 
     part: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Quiet:
     """The part has ended, and nothing can be written any more."""
 
@@ -196,7 +197,7 @@ class Quiet:
 # ---- to the shell ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Begin:
     """A transfer begins, under this number."""
 
@@ -207,7 +208,7 @@ class Begin:
     deadline_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TakeOrder:
     """brought: with it. handed: by rank 0."""
 
@@ -217,7 +218,7 @@ class TakeOrder:
     handed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NameSource:
     """The order, with the lease that the engine names."""
 
@@ -225,7 +226,7 @@ class NameSource:
     order: Order
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Follow:
     """Rank 0 has handed on this order, too, to a transfer that has its own."""
 
@@ -233,42 +234,42 @@ class Follow:
     order: Order
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TakeReservation:
     part: int
     attempt: Attempt
     reservation: Reservation
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Meet:
     """The order waits: shake hands with its source meanwhile."""
 
     part: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HandOn:
     """Hand the order on to the other ranks, with the attempt's number."""
 
     part: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stop:
     part: int
     failed: bool
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TellEnded:
     """Tell the other ranks that this one's part was not done."""
 
     part: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TellRefused:
     """Tell the other ranks that this one takes no part in the attempt."""
 
@@ -278,24 +279,24 @@ class TellRefused:
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Appeared:
     """The request has an attempt more, or one less to wait for."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Forgotten:
     part: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OneFewer:
     """Waiters for a drain look again."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Taken:
     """The answer to an order or a reservation. new: the order was not known."""
 
@@ -303,7 +304,7 @@ class Taken:
     new: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Refused:
     """The answer to what is refused as this rank's end of its attempt."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
+from kvferry.protocol.frozen import frozen
 
 
 class Rank(NamedTuple):
@@ -32,7 +32,7 @@ class Step(enum.Enum):
 # ---- events ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Attach:
     """An engine wants a session, of an id that is new. resume: the session before, whose memory goes on in this one."""
 
@@ -41,21 +41,21 @@ class Attach:
     resume: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GiveUp:
     """The engine that is to be attached has gone."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Introduced:
     """The process is known: its death will be told."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Allocated:
     """A region has come. owned: by the daemon, so that it may wait for the next session."""
 
@@ -63,12 +63,12 @@ class Allocated:
     owned: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RegistrationBegun:
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RegistrationOver:
     """stopped: where it has failed, whether what it had begun neither reads nor writes any more."""
 
@@ -77,54 +77,54 @@ class RegistrationOver:
     stopped: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StreamEnded:
     """The engine may live, die, or be dead already."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Died:
     """The process is dead: it does not touch its memory any more."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Leave:
     """The engine goes, and leaves its memory to those that read it."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Withdraw:
     """The engine is to be told that nothing of the session is read or written any more; it lives."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LeasesOver:
     """None is left."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepOver:
     session: str
     step: Step
     done: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Close:
     """The daemon stops."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tick:
     """Time has passed."""
 
@@ -132,7 +132,7 @@ class Tick:
 # ---- effects ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Open:
     """There is a session from now on. before: the session whose memory it takes over."""
 
@@ -141,20 +141,20 @@ class Open:
     before: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Attached:
     """All that was in the way has ended: the engine is told that it is attached."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Refused:
     session: str
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Detach:
     """The engine hears nothing any more; its transfers end."""
 
@@ -162,7 +162,7 @@ class Detach:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EndLeases:
     """Leases that must end with the engine. LeasesOver is said when none is left. keep_whole: not what is published
     whole, which may still be read."""
@@ -172,14 +172,14 @@ class EndLeases:
     keep_whole: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shut:
     """Nothing more is begun in the session; what is being registered is given up."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Take:
     """A step of the session's end; StepOver says how it went. keep: free but what the daemon owns."""
 
@@ -189,14 +189,14 @@ class Take:
     keep: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Hold:
     """Its memory may still be read or written: it stays, and is accounted for."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ended:
     """The session has retired: nothing of it is read or written any more, unless it is stuck."""
 
@@ -204,7 +204,7 @@ class Ended:
     stuck: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Over:
     """Nothing is left of the session."""
 

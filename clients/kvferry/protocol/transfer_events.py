@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeAlias
 
 from kvferry.errors import KvferryError
 from kvferry.protocol import reading as r
+from kvferry.protocol.frozen import frozen
 from kvferry.protocol.reading import Computed
 from kvferry.protocol.states import TransferState
 
@@ -22,7 +23,7 @@ Range: TypeAlias = tuple[int, int]
 """Global tokens [first, last)."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wanted:
     """rank: this one's. epoch, lease: as the order names them; empty and 0 for any. tokens: None for all that is
     published. sums: checksums are compared before it is done."""
@@ -39,14 +40,14 @@ class Wanted:
 # ---- what it is told ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Match:
     """Order and reservation are there."""
 
     wanted: Wanted
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Met:
     """Hands are shaken. read: source ranks that are read, each with what it has announced. others: with nothing to
     read. grain: tokens that are moved together, but for the last."""
@@ -57,7 +58,7 @@ class Met:
     grain: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Told:
     """A source rank says this."""
 
@@ -65,7 +66,7 @@ class Told:
     event: r.ReadingEvent
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Moved:
     """A move has ended. nbytes: by source rank. packed: ranks whose bytes are proven by packing. failed: why others
     were not read, which went by announcements."""
@@ -75,36 +76,36 @@ class Moved:
     failed: KvferryError | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Drained:
     """Nothing of before is written any more."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Proven:
     """All words that were to be whole are whole."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Compared:
     """Checksums are equal."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Failed:
     """It has failed, whatever was to be done."""
 
     why: KvferryError
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Led:
     """Rank 0 reads this lease: the order that it has handed on names it, or it says so once it is done."""
 
     first: LeaseId
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stop:
     """aborted: it does not fail."""
 
@@ -112,7 +113,7 @@ class Stop:
     aborted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Quiet:
     """The attempt has ended, and nothing can be written any more."""
 
@@ -122,17 +123,17 @@ TransferEvent: TypeAlias = Match | Met | Told | Moved | Drained | Proven | Compa
 # ---- what is to be done ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Meet:
     """Shake hands."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Listen:
     """Until `do` is something else."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Move:
     """tokens: without source ranks of which all is there. states: with the states, which go last."""
 
@@ -141,26 +142,26 @@ class Move:
     without: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Drain:
     """Abandon what may still write, and wait for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prove:
     """words: source ranks whose word must be whole."""
 
     words: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Compare:
     """Compare checksums of these tokens, and of the states."""
 
     tokens: Range
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Finish:
     """The verdict. lease, tokens: what was read; None where the attempt is not done, as `problem` says."""
 
@@ -175,7 +176,7 @@ Do: TypeAlias = Meet | Listen | Move | Drain | Prove | Compare | Finish
 # ---- what it says meanwhile ----
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Say:
     """To one source rank."""
 
@@ -183,7 +184,7 @@ class Say:
     effect: r.ReadingEffect
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Forget:
     """The peer is no longer what it was at the handshake."""
 

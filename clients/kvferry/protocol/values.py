@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
+from kvferry.protocol.frozen import frozen
 from kvferry.protocol.states import LeaseState
 from kvferry.tables import Tables
 
@@ -18,7 +19,7 @@ UNTRACED: Trace = ("", "")
 ReaderEngine: TypeAlias = tuple[str, str, int, bytes]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReaderId:
     """A rank of a reading engine. Readers are equal only if their keys are: names prove nothing."""
 
@@ -43,7 +44,7 @@ class Reading(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Publication:
     """A publish: tokens [0, num_tokens) are in these blocks."""
 
@@ -57,7 +58,7 @@ class Publication:
     """The name of the weights that computed it."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Terms:
     """The terms of one lease, from its first publish on. word: drawn by chance, never 0; it holds while the lease
     does."""
@@ -71,7 +72,7 @@ class Terms:
     """Seconds since 1970, for its record."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class View:
     """A lease as a reader sees it: what was published last, and how many publishes that were."""
 
@@ -85,7 +86,7 @@ class View:
         return self.terms.word, self.version
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reader:
     """How one rank stands that reads a lease, or has. state: reading, read, left."""
 
@@ -95,7 +96,7 @@ class Reader:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Account:
     """All that is told of a lease. An ended one is remembered as its account, whose size does not grow with its
     readers."""
