@@ -331,7 +331,8 @@ class World:
         self.ends["done" if job.done else problem.code if problem else ""] += 1
         if job.reserved or job.handed:
             at.dead[job.key].add(job.attempt)
-        self.feed(at, e.Ended(job.part, problem))
+        job.over = self._is_over(job)
+        self.feed(at, e.Ended(job.part, problem, job.over))
         self._look_over(at, job)
         if self.rng.random() < 0.7:
             self.be_quiet(at, job)
@@ -339,11 +340,12 @@ class World:
     def be_quiet(self, at: Daemon, job: Job) -> None:
         job.quiet = True
         self.feed(at, e.Quiet(job.part))
-        if self.rng.random() < 0.5:
-            self.feed(at, e.Tidy())
+
+    def _is_over(self, job: Job) -> bool:
+        return job.ended and None not in job.shares.values()
 
     def _look_over(self, at: Daemon, job: Job) -> None:
-        if job.ended and None not in job.shares.values() and not job.over:
+        if self._is_over(job) and not job.over:
             job.over = True
             self.feed(at, e.Over(job.part))
 
@@ -637,7 +639,6 @@ class World:
             led = at.leader.sizes()
             if led["led"] or led["told"] or at.calls:
                 raise Violation("rank 0 never ends with an order", f"{led}")
-            self.feed(at, e.Tidy())
             if at.machine.sizes()["parts"] > HISTORY:
                 raise Violation("more is kept than the history")
 

@@ -111,7 +111,7 @@ UNDER_WAY: dict[str, Row] = {
     "Reservation.tables": lambda kept: kept.going_on,
     "Transfer._flights": lambda kept: 64 * kept.going_on,
     "Transfer._readers": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "Transfer._read": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Transfer._read": lambda kept: kept.ranks * (kept("Transfers._by_id") + kept("Notes._notes")),
     "Transfer._arisen": lambda kept: 0,
     "Progress.readings": lambda kept: kept.ranks * kept.going_on,
     "Progress._awaited": lambda kept: kept.ranks * kept.going_on,

@@ -10,7 +10,7 @@ from kvferry.errors import KvferryError
 from kvferry.protocol import attempts as a
 from kvferry.protocol.attempts import NO_ATTEMPT, Attempt, Key, ReadingRank
 from kvferry.protocol.kept import Latest
-from kvferry.protocol.requests_events import Effect, Order, Reservation, Stop
+from kvferry.protocol.requests_events import Effect, Forgotten, Order, Reservation, Stop
 from kvferry.protocol.values import Sizes
 
 ATTEMPTS = 1 << 16
@@ -89,7 +89,9 @@ class Part:
 
 
 class Parts:
-    def __init__(self) -> None:
+    def __init__(self, history: int) -> None:
+        """history: how many that have ended are kept."""
+        self._history = history
         self._by_number: dict[int, Part] = {}
         self._current: dict[Key, Part] = {}
         """The newest attempt at each request that has a reservation on this rank."""
@@ -216,18 +218,24 @@ class Parts:
         self._ended[part.number] = part
         return self.wait_no_more(part)
 
-    def forget(self, history: int) -> list[Part]:
-        """Keep so many that have ended, and those whose other ranks or reads go on."""
-        oldest = itertools.islice(self._ended.values(), max(0, len(self._ended) - history))
-        forgotten = [part for part in oldest if part.over and part.quiet]
-        for part in forgotten:
+    def _past(self) -> list[Part]:
+        """The oldest that have ended, as many as are more than the history, but for those whose other ranks or reads go
+        on."""
+        if len(self._ended) <= self._history:
+            return []
+        oldest = itertools.islice(self._ended.values(), len(self._ended) - self._history)
+        return [part for part in oldest if part.over and part.quiet]
+
+    def forget(self) -> list[Effect]:
+        for part in (past := self._past()):
             del self._ended[part.number], self._by_number[part.number]
             if self.is_newest(part):
                 del self._current[part.key]
                 self.pass_by(part.key, part.attempt, part.why_over())
-        return forgotten
+        return [Forgotten(part.number) for part in past]
 
     def check(self) -> None:
+        assert not self._past()
         for number, part in self._by_number.items():
             assert part.number == number and part.ended == (number in self._ended)
             assert not (part.over and not part.ended) and not (part.quiet and not part.ended)

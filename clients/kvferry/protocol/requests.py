@@ -29,7 +29,7 @@ class Requests:
         """Number the attempts of orders that bring their tables."""
         self.left = 0
         """Parts that have not ended, or may still write."""
-        self.parts, self._claims = Parts(), Claims()
+        self.parts, self._claims = Parts(limits.history), Claims()
         self._orders: Latest[str, tuple[int, object]] = Latest(ATTEMPTS)
         """The part of each order_id, and what the order said."""
 
@@ -67,15 +67,13 @@ class Requests:
             case e.Left(at):
                 self._claims.leave(at.life)
                 return []
-            case e.Tidy():
-                return [e.Forgotten(part.number) for part in self.parts.forget(self._limits.history)]
-            case e.Ended(number, problem):
-                return self._ended(self.parts[number], problem)
+            case e.Ended():
+                return [*self._ended(self.parts[event.part], event), *self.parts.forget()]
             case e.Over(number):
                 self.parts[number].over = True
-                return []
+                return self.parts.forget()
             case e.Quiet(number):
-                return self._quiet(self.parts[number])
+                return [*self._quiet(self.parts[number]), *self.parts.forget()]
             case _:
                 assert_never(event)
 
@@ -305,12 +303,12 @@ class Requests:
                 effects += part.stop(why, failed=True)
         return effects
 
-    def _ended(self, part: Part, problem: KvferryError | None) -> Effects:
-        waited, part.problem = self.parts.end(part), problem
+    def _ended(self, part: Part, event: e.Ended) -> Effects:
+        waited, part.problem, part.over = self.parts.end(part), event.problem, event.over
         effects: Effects = []
         if waited and part.handed:  # a reservation that comes later has missed it
             effects += self._pass_by(part.key, part.attempt, part.why_over())
-        return effects if problem is None else [*effects, e.TellEnded(part.number)]
+        return effects if event.problem is None else [*effects, e.TellEnded(part.number)]
 
     def _quiet(self, part: Part) -> Effects:
         part.quiet = True

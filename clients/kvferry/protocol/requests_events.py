@@ -164,20 +164,16 @@ class Left:
     at: ReadingRank
 
 
-@frozen
-class Tidy:
-    """Forget what is over, as much as is more than the history."""
-
-
 # ---- from transfers ----
 
 
 @frozen
 class Ended:
-    """The part of this rank. problem: None where it is done."""
+    """The part of this rank. problem: None where it is done. over: those of all ranks have; else `Over` comes later."""
 
     part: int
     problem: KvferryError | None = None
+    over: bool = False
 
 
 @frozen
@@ -313,7 +309,7 @@ class Refused:
 
 Event: TypeAlias = (
     Ordered | Reserved | Handed | Unfit | EndedElsewhere | Abort | AbortPart | HandBack | Led | ReplaceWeights | Shut
-    | Left | Tidy | Ended | Over | Quiet
+    | Left | Ended | Over | Quiet
 )  # fmt: skip
 Effect: TypeAlias = (
     Begin | TakeOrder | NameSource | Follow | TakeReservation | Meet | HandOn | Stop | TellEnded | TellRefused

@@ -6,10 +6,12 @@ when this one has crashed, and what was said last comes out. Our own lines go pa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import re
+import select
 import subprocess
 import sys
 import threading
@@ -34,7 +36,8 @@ class Writer:
         self._descriptor, self._say_lost = descriptor, say_lost
         self._taken = self._written = self._lost = 0
         """Characters, characters and lines; each is changed by one thread only."""
-        self._lines: queue.Queue[str] = queue.Queue()
+        self._lines: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        """An event among them is set when all before it is written."""
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def put(self, line: str) -> None:
@@ -50,20 +53,31 @@ class Writer:
 
     def flush(self, longest_s: float = 1.0) -> None:
         """Wait until all is written."""
-        with self._lines.all_tasks_done:
-            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, longest_s)
+        written = threading.Event()
+        self._lines.put(written)
+        written.wait(longest_s)
 
     def _write(self) -> None:
+        """Lines that wait go as one, as long as another process that writes to the same pipe cannot cut them."""
+        held, characters = b"", 0
         while True:
-            line = self._lines.get()
-            data = f"{line}\n".encode(errors="backslashreplace")
-            try:
-                while data:
-                    data = data[os.write(self._descriptor, data) :]
-            except OSError:  # the reader has gone
-                pass
-            self._written += len(line)
-            self._lines.task_done()
+            waits: str | threading.Event | None = None
+            with contextlib.suppress(queue.Empty):
+                waits = self._lines.get(block=not held)
+            line = f"{waits}\n".encode(errors="backslashreplace") if isinstance(waits, str) else b""
+            if held and (not line or len(held) + len(line) > select.PIPE_BUF):
+                self._put_out(held)
+                self._written += characters
+                held, characters = b"", 0
+            if isinstance(waits, str):
+                held, characters = held + line, characters + len(waits)
+            elif waits is not None:
+                waits.set()
+
+    def _put_out(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # the reader has gone
+            while data:
+                data = data[os.write(self._descriptor, data) :]
 
 
 def wrap() -> int:

@@ -251,12 +251,12 @@ class Transfers(Book):
     # ---- the end ----
 
     def _on_end(self, transfer: Transfer, engine: Engine) -> None:
-        self._on(e.Ended(transfer.part, transfer.problem))
-        self._on_over(transfer)
+        if over := transfer.over:
+            self.over(transfer)
+        self._on(e.Ended(transfer.part, transfer.problem, over))
         self._notes.add(functools.partial(self._note_end, transfer))
 
     def _note_end(self, transfer: Transfer) -> None:
-        self._on(e.Tidy())  # first, as the note may break
         share = share_of(transfer)
         transfer.tell_sources(share.phases_ms)
         source = transfer.order.engine_id if transfer.order else ""
@@ -264,6 +264,8 @@ class Transfers(Book):
         if self._spans is not None:
             about = {"transfer_id": transfer.transfer_id, "engine_id": transfer.own.engine_id, "source": source}
             self._spans.transfer(share, transfer.request_id, transfer.created_at, transfer.trace, **about)
+        said = dict(share)
+        del said["error"]
         write = log.info if transfer.problem is None else log.warning
         write(
             "transfer ended",
@@ -273,7 +275,7 @@ class Transfers(Book):
             transfer_id=transfer.transfer_id,
             engine_id=transfer.own.engine_id,
             source=source,
-            **share.model_dump(mode="json", exclude={"error"}),
+            **said,
             announced=transfer.announced,
             traceparent=transfer.trace.traceparent,
             **transfer.trace.about,
