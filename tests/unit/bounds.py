@@ -19,6 +19,7 @@ from cachetools import Cache
 from stepped import Daemon
 
 from kvferry.protocol import leader, lease, leases, packing, parts, peers, readers, serving, session_events, sessions
+from kvferry.protocol.transfer import Progress
 from kvferryd import aio
 from kvferryd.api import callers
 from kvferryd.peers import peer, reader_stream
@@ -279,8 +280,10 @@ REMEMBERED: dict[str, Row] = {
 
 def _holds_more(transfer: Transfer) -> bool:
     reserved = transfer.reservation, *transfer.brought.values()
-    held = transfer._flights, transfer._peer, transfer._readers, transfer.metadata
-    return any(isinstance(each, Reservation) for each in reserved) or any(held)
+    held = transfer._flights, transfer._peer, transfer._readers, transfer.metadata, transfer._task, transfer._timeout
+    return (
+        isinstance(transfer._machine, Progress) or any(isinstance(each, Reservation) for each in reserved) or any(held)
+    )
 
 
 def _size(each: Any) -> int:

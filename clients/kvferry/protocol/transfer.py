@@ -115,6 +115,10 @@ class Progress:
         return next((each.seen.metadata for each in self.readings.values() if each.seen.metadata), b"")
 
     @property
+    def past(self) -> t.Past:
+        return t.Past(self.lease, self.nbytes, self.announced)
+
+    @property
     def awaits_publish(self) -> bool:
         """The source has nothing, or nothing more, to read."""
         reading = self.state is TransferState.READING

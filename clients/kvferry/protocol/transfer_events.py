@@ -171,6 +171,15 @@ class Finish:
     problem: KvferryError | None = None
 
 
+@frozen
+class Past:
+    """What is told of an attempt of which nothing goes on any more. announced: it went by announcements."""
+
+    lease: LeaseId | None
+    nbytes: int
+    announced: bool
+
+
 Do: TypeAlias = Meet | Listen | Move | Drain | Prove | Compare | Finish
 
 # ---- what it says meanwhile ----

@@ -80,7 +80,7 @@ class Transfer:
         self.reservation: Reservation | Past | None = None
         self.weights = ""
         """The engine's weights at the reservation. KV of other weights is not read."""
-        self._machine = Progress()
+        self._machine: Progress | t.Past = Progress()
         self._arisen: deque[t.TransferEvent] = deque()
         """Events that the machine is still to be told; more arise while what it says is done."""
         self._doing = False
@@ -126,7 +126,7 @@ class Transfer:
         self._timeout: asyncio.Timeout | None = None
         self._given_s = deadline_s
         self.set_deadline(deadline_s or around.config.deadline_s)
-        self._task = asyncio.create_task(self._run(engine), name=f"transfer-{request_id}")
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(engine), name=f"transfer-{request_id}")
 
     # ---- the rendezvous ----
 
@@ -167,7 +167,8 @@ class Transfer:
         """End it as failed or aborted, unless it has ended. Idempotent."""
         if self._stop is None and not self.ended.is_set():
             self._stop = (state, why)
-            if self._timeout is not None:  # a task cancelled before its first step would never say that it has ended
+            # A task cancelled before its first step would never say that it has ended.
+            if self._task is not None and self._timeout is not None:
                 self._task.cancel()
 
     @property
@@ -179,7 +180,8 @@ class Transfer:
         """The stream to a source rank is over. NIXL does not report a vanished host, neither for block reads nor for
         the word."""
         reading = any(isinstance(flight, Read) and not flight.quiet.done() for flight in self._flights)
-        if reading or isinstance(self._machine.do, t.Prove):
+        proving = isinstance(self._machine, Progress) and isinstance(self._machine.do, t.Prove)
+        if reading or proving:
             self.stop(TransferState.FAILED, why)
 
     # ---- how it stands ----
@@ -309,7 +311,7 @@ class Transfer:
             why = self._stop[1] if self._stop is not None else None
         if why is not None:
             self._tell(t.Stop(why, aborted))
-        verdict = self._machine.do
+        verdict = self._progress.do
         self._end(engine, verdict if isinstance(verdict, t.Finish) else t.Finish(TransferState.FAILED, problem=why))
 
     def _late(self) -> KvferryError:
@@ -336,10 +338,10 @@ class Transfer:
                 so_far = f"{published} tokens came, and none in the last {silent_s:.1f} s" if published else "none came"
                 why = f"while waiting for the publish of engine {source}: {so_far}"
                 remedy = "see whether its prefill goes on; raise deadline_ms if it only takes long"
-            case None if isinstance(self._machine.do, t.Prove):
+            case None if isinstance(self._progress.do, t.Prove):
                 sources = ", ".join(reader.source.address for reader in self._readers.values())
                 why, remedy = f"while reading at {sources} whether the lease held", UNREADABLE
-            case None if self._machine.awaits_first:
+            case None if self._progress.awaits_first:
                 why = "while waiting for rank 0 of the same engine to say which lease it reads"
                 remedy = "see that rank's record of the transfer, and whether its daemon stands still"
             case None:
@@ -365,7 +367,7 @@ class Transfer:
                 t.Wanted(self.request_id, self.own.rank, order.epoch, order.lease, computed, reservation.tokens, sums)
             )
         )
-        while not isinstance(do := self._machine.do, t.Finish):
+        while not isinstance(do := self._progress.do, t.Finish):
             if isinstance(do, t.Listen):
                 self._heard.clear()
                 await self._heard.wait()
@@ -437,8 +439,16 @@ class Transfer:
 
     # ---- the machine ----
 
+    @property
+    def _progress(self) -> Progress:
+        """Until it is over and quiet."""
+        assert isinstance(self._machine, Progress)
+        return self._machine
+
     def _tell(self, event: t.TransferEvent) -> None:
-        """Events that arise while something is done for one are told after it."""
+        """Events that arise while something is done for one are told after it; none changes what is over and quiet."""
+        if isinstance(self._machine, t.Past):
+            return
         self._arisen.append(event)
         if self._doing:
             return
@@ -450,7 +460,7 @@ class Transfer:
             self._doing = False
 
     def _tell_next(self, event: t.TransferEvent) -> None:
-        it = self._machine
+        it = self._progress
         before, lease = it.do, it.lease
         try:
             effects = it.on(event, asyncio.get_running_loop().time())
@@ -492,7 +502,7 @@ class Transfer:
 
     def _reader(self, peer: PeerEngine, rank: int) -> SourceReader:
         if rank not in self._readers:
-            read = self._machine.readings[rank]
+            read = self._progress.readings[rank]
             self._readers[rank] = SourceReader(
                 peer.ranks[rank],
                 read,
@@ -543,8 +553,9 @@ class Transfer:
 
     def _let_go(self) -> None:
         """Once it is over and quiet, keep what its record tells, and how to know its order and reservation again."""
-        if self.over and self.quiet.is_set():
-            self.metadata = b""
+        if self.over and self.quiet.is_set() and isinstance(self._machine, Progress):
+            self.metadata, self._machine = b"", self._machine.past
+            self._task = self._timeout = None
             self.brought = {rank: brought.past() for rank, brought in self.brought.items()}
             self.reservation = self.reservation and self.reservation.past()
 
@@ -561,7 +572,7 @@ class Transfer:
                     flight.abandon()
         self._read = [(each.source, each.read.nbytes, each.lease.version) for each in self._readers.values()]
         self._enter(verdict.state)
-        self.tokens, self.metadata, problem = verdict.tokens, self._machine.metadata, verdict.problem
+        self.tokens, self.metadata, problem = verdict.tokens, self._progress.metadata, verdict.problem
         self.phases.end()
         self.problem = problem.kept() if problem else None
         if all(flight.quiet.done() for flight in self._flights):
