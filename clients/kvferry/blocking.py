@@ -54,25 +54,60 @@ class BlockingLease:
         """Resolves to RELEASED, EXPIRED or REVOKED: the blocks may be reused. Fails as `Lease.ended` does."""
 
 
-class Receipt(Future[Received]):
-    """The outcome of a receive: Received, or what `EngineClient.receive` raises."""
+class Begun(Future[T]):
+    """The outcome of a coroutine on a client's loop. A callback of a future runs on that loop's thread: there `result`
+    and `exception` of one that is not done would wait for themselves, and raise KvferryError (`call_in_callback`)."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, receive: Coroutine[Any, Any, Received]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, work: Coroutine[Any, Any, T]) -> None:
         super().__init__()
-        self.set_running_or_notify_cancel()
-        self._loop = loop
-        self._task: asyncio.Task[Received] | None = None
-        loop.call_soon_threadsafe(self._begin, receive)
+        self._loop, self._thread = loop, thread
+        self._task: asyncio.Task[T] | None = None
+        loop.call_soon_threadsafe(self._begin, work)
 
-    def _begin(self, receive: Coroutine[Any, Any, Received]) -> None:
-        self._task = self._loop.create_task(receive)
+    def _begin(self, work: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(work)
         self._task.add_done_callback(self._settle)
+
+    def result(self, timeout: float | None = None) -> T:
+        self._check_thread()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check_thread()
+        return super().exception(timeout)
+
+    def cancel(self) -> bool:
+        """Cancel the coroutine too."""
+        cancelled = super().cancel()
+        self._cancel_work()
+        return cancelled
+
+    def _cancel_work(self) -> None:
+        with suppress(RuntimeError):  # the client is closed, and the future has ended
+            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+
+    def _check_thread(self) -> None:
+        if not self.done():
+            _check_thread(self._thread)
+
+    def _settle(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            super().cancel()
+        if not self.set_running_or_notify_cancel():
+            return
+        if (error := task.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+
+
+class Receipt(Begun[Received]):
+    """The outcome of a receive: Received, or what `EngineClient.receive` raises."""
 
     def cancel(self) -> bool:
         """Abort the transfer. The future ends later, with TransferFailed in state `aborted`: the blocks may be reused
         once its `quiesced()` has returned. Returns False, as the future is not cancelled yet."""
-        with suppress(RuntimeError):  # the client is closed, and the future has ended
-            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+        self._cancel_work()
         return False
 
     def _settle(self, task: asyncio.Task[Received]) -> None:
@@ -314,7 +349,10 @@ class BlockingEngineClient:
 
         Cancelling it aborts the transfer; another receive of the request begins when that one's blocks are safe.
         """
-        return self._give(self.client.receive(*args, **named), lambda receive: Receipt(self._loop, receive))
+        return self._give(self.client.receive(*args, **named), self._receipt)
+
+    def _receipt(self, receive: Coroutine[Any, Any, Received]) -> Receipt:
+        return Receipt(self._loop, self._thread, receive)
 
     def replace_weights(self, weights: str) -> None:
         """As `EngineClient.replace_weights`; also while there is no daemon."""
@@ -327,7 +365,7 @@ class BlockingEngineClient:
         """End the session and the thread. Idempotent. Calls that still wait fail with KvferryError
         (`session_closed`). A caller that is interrupted does not stop the end. Raises KvferryError
         (`call_in_callback`)."""
-        self._check_thread()
+        _check_thread(self._thread)
         with self._giving:
             if self._ending is None:
                 self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
@@ -371,7 +409,7 @@ class BlockingEngineClient:
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the client's loop, where `client` may be used. Earlier coroutines run first."""
-        return self._give(work, lambda work: asyncio.run_coroutine_threadsafe(work, self._loop))
+        return self._give(work, lambda work: Begun(self._loop, self._thread, work))
 
     def _give(self, work: Coroutine[Any, Any, T], give: Callable[[Coroutine[Any, Any, T]], F]) -> F:
         with self._giving:
@@ -384,18 +422,11 @@ class BlockingEngineClient:
         """The same, and wait for its result. timeout_s: for work without a deadline of its own, which the calls of
         `client` have. Raises KvferryError: `deadline`, `session_closed`, `call_in_callback`."""
         try:
-            self._check_thread()
+            _check_thread(self._thread)
         except KvferryError:
             work.close()
             raise
         return self._result(self.start(work), timeout_s)
-
-    def _check_thread(self) -> None:
-        """Raises KvferryError (`call_in_callback`) on the client's own thread, which would wait for itself."""
-        if threading.current_thread() is self._thread:
-            message = "a blocking call in a callback of a future would wait for itself: this thread runs the calls"
-            remedy = "call from another thread, or begin the call with `start` and give that future a callback"
-            raise Conflict("call_in_callback", message, field="thread", value=self._thread.name, remedy=remedy)
 
     def _result(self, future: Future[T], timeout_s: float | None) -> T:
         try:
@@ -409,3 +440,11 @@ class BlockingEngineClient:
         except BaseException:
             future.cancel()  # this thread was interrupted: nobody waits for it any more
             raise
+
+
+def _check_thread(thread: threading.Thread) -> None:
+    """Raises KvferryError (`call_in_callback`) on a client's own thread, which would wait for itself."""
+    if threading.current_thread() is thread:
+        message = "a blocking call in a callback of a future would wait for itself: this thread runs the calls"
+        remedy = "call from another thread, or begin the call with `start` and give that future a callback"
+        raise Conflict("call_in_callback", message, field="thread", value=thread.name, remedy=remedy)

@@ -58,12 +58,15 @@ PAGE_S = 5.0
 LEAVE_S = 5.0
 """How long a receive that is cancelled waits for its transfer to end and its blocks to be safe."""
 GRACE_S = 2.5
-"""How long after the deadline of a receive the daemon may be silent. The engine has its end 5 s after the deadline at
-the latest: this is for the daemon, and the rest for a pause, PROBE_S, and for a machine that is busy."""
-PROBE_S = 1.5
-"""The pause before a daemon that keeps a deadline which has passed is asked again whether it is there."""
+"""How long after the deadline of a receive, and after each answer behind that, the daemon may be silent. The engine has
+its end 5 s after the deadline at the latest: this is for the daemon, and the rest for a machine that is busy."""
+PROBE_S = 0.5
+"""The part of GRACE_S before the daemon is asked whether it is there."""
+ANSWER_S = GRACE_S - PROBE_S
+"""The rest, for its answer."""
 TAKEN = frozenset({"region_taken", "already_registered"})
 """A daemon refuses by these a call that asks again, in another way, for what it has given."""
+EXPORT = "export the memory"
 FILLED_PER_S, MOST_S = 512 << 20, 3600.0
 """At least so many bytes of new memory are filled, mapped and registered in a second; the longest that may take."""
 
@@ -162,7 +165,9 @@ class EngineClient:
             memory = await self._session.call(self._session.stub.Allocate, request, _time_for(nbytes))
             ticket = memory.cuda.ticket or memory.handed.ticket
             file = await self._session.fetch(ticket) if ticket else None
-            return await self._made("map", partial(_map, memory, region, file), _time_for(nbytes), _unmap)
+            on_gpu = memory.WhichOneof("kind") == "cuda"
+            map_it = partial(_map, memory, region, file)
+            return await self._made("map the memory", map_it, _time_for(nbytes), _unmap, on_gpu=on_gpu)
 
     @contextmanager
     def _once(self, which: int | None, given: object) -> Iterator[str]:
@@ -181,18 +186,28 @@ class EngineClient:
         unanswered.clear()
 
     async def _made(
-        self, what: str, make: Callable[[], T], more_s: float = 0.0, end: Callable[[T], object] = lambda _: None
-    ) -> T:
-        """Made by a thread, which may wait for a GPU. more_s: added to `call_timeout_s`. Raises KvferryError
-        (`deadline`)."""
+        self, what: str, make: Callable[[], T], more_s: float = 0.0, end: Callable[[T], object] = lambda _: None, *,
+        on_gpu: bool,
+    ) -> T:  # fmt: skip
+        """Made by a thread, which may wait for a GPU where it is `on_gpu`. what: is done, in words. more_s: added to
+        `call_timeout_s`. Raises KvferryError (`deadline`)."""
         timeout_s = self._session.call_timeout_s + more_s
         try:
-            return await made(f"kvferry-{what}", make, timeout_s, end)
+            return await made(f"kvferry-{what.split()[0]}", make, timeout_s, end)
         except TimeoutError:
-            message = f"this process could not {what} memory within {timeout_s:g} s: a GPU's driver holds it up"
-            remedy = "let the work on the GPU end, and call again; start the engine again if the GPU hangs"
+            why, remedy = "a GPU's driver holds it up", "let its work end, and call again; if it hangs, start anew"
+            if not on_gpu:
+                why, remedy = "the machine has other work", "call again when it has less, or raise call_timeout_s"
+            message = f"this process could not {what} within {timeout_s:g} s: {why}"
             value = self._session.call_timeout_s
             raise Deadline("deadline", message, field="call_timeout_s", value=value, remedy=remedy) from None
+
+    async def unmap(self, region: SharedRegion | CudaRegion) -> None:
+        """`region.close()`, by a thread: it may wait for a GPU, and a loop would stand still. Idempotent.
+
+        Raises KvferryError (`deadline`) when that takes more than `call_timeout_s`; the memory is unmapped at last.
+        """
+        await self._made("unmap the memory", region.close, on_gpu=isinstance(region, CudaRegion))
 
     async def adopt(self, shared: SharedRegion | CudaMemory | VmmMemory | CudaRegion, *, again: bool = False) -> None:
         """Hand over memory that this engine allocated and goes on owning: `memfd_region(...)` or `cuda_memory(...)`.
@@ -209,12 +224,15 @@ class EngineClient:
 
     async def _handed_over(self, shared: SharedRegion | CudaMemory | VmmMemory | CudaRegion) -> engine_pb2.Memory:
         memory = engine_pb2.Memory(region=shared.id, nbytes=shared.nbytes)
-        if isinstance(shared, CudaMemory | CudaRegion):
+        if isinstance(shared, CudaMemory):
             memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(shared.exported)))
-            if isinstance(shared, CudaRegion):
-                memory.cuda.ticket = await self._session.hand_over([shared.file.fileno()])
+        elif isinstance(shared, CudaRegion):
+            exported = await self._made(EXPORT, lambda: shared.exported, on_gpu=True)
+            memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(exported)))
+            memory.cuda.ticket = await self._session.hand_over([shared.file.fileno()])
         elif isinstance(shared, VmmMemory):
-            allocations = cuda_vmm.export(shared.device, shared.address, shared.nbytes)
+            export = partial(cuda_vmm.export, shared.device, shared.address, shared.nbytes)
+            allocations = await self._made(EXPORT, export, end=cuda_vmm.Allocations.close, on_gpu=True)
             try:
                 ticket = await self._session.hand_over(allocations.files)
             finally:
@@ -239,7 +257,8 @@ class EngineClient:
             self._on(b.Register())
             told: tuple[tuple[str, int], ...] = ()
             try:
-                described = await self._made("describe", partial(manifest_to_proto, manifest))  # 15 ms for 2,000 parts
+                describe = partial(manifest_to_proto, manifest)  # 15 ms for 2,000 parts
+                described = await self._made("describe the cache", describe, on_gpu=False)
                 lost = self.lost
                 request = engine_pb2.RegisterRequest(
                     session=self.session, manifest=described, weights=self.weights,
@@ -275,7 +294,9 @@ class EngineClient:
                 raise session_closed()
             if self.fences is None:
                 page = self._page = self._page or Fences()
-                await self._made("register", lambda: page.register(cuda.device(f"cuda:{device}")))
+                await self._made(
+                    "register the page of fences", lambda: page.register(cuda.device(f"cuda:{device}")), on_gpu=True
+                )
                 ticket = await self._session.hand_over([page.file.fileno()])
                 request = engine_pb2.OpenFencesRequest(session=self.session, ticket=ticket)
                 try:
@@ -367,7 +388,7 @@ class EngineClient:
         of a sliding window.
 
         Raises TransferFailed, or KvferryError when the reservation is refused. The daemon keeps the deadline, which a
-        router's order may move; when it is silent GRACE_S after it, TransferFailed (`deadline`) says so, whatever
+        router's order may move; when it is silent for GRACE_S then, TransferFailed (`deadline`) says so, whatever
         `call_timeout_s` is.
         When this call is cancelled it aborts the transfer. It ends when the blocks are safe, or after LEAVE_S:
         `quiesced(request_id)` of this client waits until they are, also where a timeout or a group has cancelled it.
@@ -405,7 +426,7 @@ class EngineClient:
         """Raises KvferryError as `_answer`, and Unsettled where the daemon is silent for GRACE_S: after the deadline,
         or when it is asked again later."""
         now, bound = asyncio.get_running_loop().time, ("deadline_s", deadline_s)
-        probe_at, patience_s = now() + deadline_s, deadline_s + GRACE_S
+        probe_at, patience_s = now() + deadline_s + PROBE_S, deadline_s + GRACE_S
         if patience_s < self._session.call_timeout_s:
             await self._answer(pending, patience_s, event=pending.named, bound=bound)
         else:  # also where it is no number: the daemon says so
@@ -424,7 +445,7 @@ class EngineClient:
     async def _probe(self, pending: Pending, bound: tuple[str, float]) -> None:
         """Raises Unsettled when the daemon says nothing in time. A daemon that refuses to answer is there."""
         try:
-            await self._ask(probe=engine_pb2.Probe(), timeout_s=GRACE_S, bound=bound)
+            await self._ask(probe=engine_pb2.Probe(), timeout_s=ANSWER_S, bound=bound)
         except Unsettled:
             if not pending.told.is_set():
                 self._on(b.Leave(pending))

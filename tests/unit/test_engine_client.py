@@ -23,10 +23,12 @@ from caches import attention, cache
 
 from kvferry import blocking as blocking_module
 from kvferry import engine as engine_module
-from kvferry.blocking import BlockingEngineClient
-from kvferry.engine import EngineClient, TransferFailed, Unsettled
-from kvferry.errors import KvferryError
-from kvferry.memory import memfd_region
+from kvferry.blocking import BlockingEngineClient, Receipt
+from kvferry.engine import EngineClient, Received, TransferFailed, Unsettled
+from kvferry.errors import KvferryError, Unavailable
+from kvferry.memory import CudaRegion, VmmMemory, memfd_region
+from kvferry.memory import cuda as cuda_module
+from kvferry.memory.cuda import Mapping
 from kvferry.memory.fences import Fences
 from kvferry.outcomes import Pending
 from kvferry.session import Session
@@ -547,13 +549,25 @@ def test_a_thread_hears_that_there_is_no_daemon(tmp_path: Path, no_patience: Non
     assert refused.value.code == "unreachable"
 
 
-CALLS: list[Callable[[BlockingEngineClient], object]] = [
-    lambda client: client.call(asyncio.sleep(0), 5),
-    BlockingEngineClient.close,
-]
+def receipt(client: BlockingEngineClient) -> Receipt:
+    """Of a receive that never ends."""
+
+    async def receive() -> Received:
+        return await asyncio.get_running_loop().create_future()
+
+    return client._give(receive(), client._receipt)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=["call", "close"])
+CALLS: dict[str, Callable[[BlockingEngineClient], object]] = {
+    "call": lambda client: client.call(asyncio.sleep(0), 5),
+    "close": BlockingEngineClient.close,
+    "result": lambda client: client.start(asyncio.sleep(0)).result(5),
+    "exception": lambda client: client.start(asyncio.sleep(0)).exception(5),
+    "a receipt's result": lambda client: receipt(client).result(5),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_a_blocking_call_in_a_callback_is_refused(call: Callable[[BlockingEngineClient], object]) -> None:
     client, told = BlockingEngineClient("/nowhere", EngineClient.connect), Future[None]()
     goes_on = asyncio.Event()
@@ -571,6 +585,37 @@ def test_a_blocking_call_in_a_callback_is_refused(call: Callable[[BlockingEngine
     with pytest.raises(KvferryError, match="another thread") as refused:
         told.result(60)
     assert refused.value.code == "call_in_callback"
+    client.close()
+
+
+def test_a_callback_has_the_result_of_a_future_that_is_done() -> None:
+    client, told = BlockingEngineClient("/nowhere", EngineClient.connect), Future[tuple[int, BaseException | None]]()
+    goes_on = asyncio.Event()
+
+    async def work() -> int:
+        await goes_on.wait()
+        return 7
+
+    begun = client.start(work())
+    begun.add_done_callback(lambda done: told.set_result((done.result(), begun.exception(0))))
+    client._loop.call_soon_threadsafe(goes_on.set)
+    assert told.result(60) == (7, None)
+    client.close()
+
+
+def test_a_future_that_is_cancelled_ends_its_work() -> None:
+    client, ended = BlockingEngineClient("/nowhere", EngineClient.connect), threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    begun = client.start(work())
+    client.call(asyncio.sleep(0))
+    assert begun.cancel() and begun.cancelled()
+    assert ended.wait(60)
     client.close()
 
 
@@ -745,6 +790,21 @@ async def test_no_fences_are_made_for_a_client_that_is_closed(both: Both) -> Non
     assert client._page is None
 
 
+async def test_a_daemon_that_falls_silent_behind_an_answer_ends_a_receive_as_soon(both: Both) -> None:
+    """GRACE_S behind its last answer; it was 4 s."""
+    daemon, client = both
+    receiving = asyncio.create_task(client.receive("R", TABLES, deadline_s=0.1))
+    await daemon.until("receive [1, 2]", "probe")
+    daemon.answers.clear()
+    now = asyncio.get_running_loop().time
+    answered_at = now()
+    with pytest.raises(TransferFailed) as failed:
+        await receiving
+    assert failed.value.code == "deadline"
+    assert now() - answered_at < engine_module.GRACE_S + 0.75
+    daemon.answers.set()
+
+
 async def test_what_arrives_while_the_weights_are_replaced_has_failed(both: Both) -> None:
     """Its end was on its way: the daemon had none to fail any more."""
     daemon, client = both
@@ -892,6 +952,71 @@ async def test_fences_that_a_gpu_never_registers_are_reported(both: Both, monkey
     assert (late.value.code, late.value.field) == ("deadline", "call_timeout_s")
     assert "again" in late.value.remedy
     gpu.going.set()
+
+
+async def test_a_cache_whose_description_takes_too_long_blames_no_gpu(both: Both) -> None:
+    _, client = both
+    client._session.call_timeout_s = 0
+    with pytest.raises(KvferryError, match="describe the cache") as late:
+        await client.register(cache(*attention()))
+    assert (late.value.code, late.value.field) == ("deadline", "call_timeout_s")
+    assert "GPU" not in f"{late.value.message} {late.value.remedy}"
+
+
+class SlowDevice:
+    """A GPU of whose driver each call waits."""
+
+    index, uuid = 0, "GPU-0"
+
+    def __init__(self) -> None:
+        self.going = threading.Event()
+
+    def __enter__(self) -> None:
+        self.going.wait(10)
+        raise Unavailable("cuda_failed", "this machine has no GPU")
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        with self:
+            return 0, 0
+
+
+def slow_memory(kind: str, gpu: Any) -> Any:
+    if kind == "vmm":
+        return VmmMemory(0, 4096, 4096, gpu)
+    return CudaRegion(0, "cuda", 4096, 0, gpu, Mapping(gpu, b"", 4096))
+
+
+@pytest.mark.parametrize("kind", ["vmm", "ipc"])
+async def test_memory_that_a_gpu_does_not_export_holds_up_nothing_else(both: Both, kind: str) -> None:
+    _, client = both
+    gpu = SlowDevice()
+    client._session.call_timeout_s = 0.1
+    with pytest.raises(KvferryError, match="GPU") as late:
+        await client.adopt(slow_memory(kind, gpu))
+    assert (late.value.code, late.value.field) == ("deadline", "call_timeout_s")
+    gpu.going.set()
+
+
+async def test_memory_that_a_gpu_does_not_unmap_holds_up_nothing_else(both: Both) -> None:
+    _, client = both
+    gpu: Any = SlowDevice()
+    client._session.call_timeout_s = 0.1
+    region = CudaRegion(0, "cuda", 4096, 0, gpu, Mapping(gpu, b"", 4096))
+    cuda_module._mappings[gpu.index, b""] = [4096, 1]
+    with pytest.raises(KvferryError, match="GPU") as late:
+        await client.unmap(region)
+    assert (late.value.code, late.value.field) == ("deadline", "call_timeout_s")
+    gpu.going.set()
+
+
+async def test_memory_of_the_host_is_unmapped(both: Both) -> None:
+    _, client = both
+    region = memfd_region(4096)
+    await client.unmap(region)
+    assert region.file.fileno() < 0
+    await client.unmap(region)
 
 
 LISTENS = """

@@ -100,7 +100,7 @@ class Rank:
     async def close(self) -> None:
         await self.client.close()
         self.blocks = None
-        self.region.close()
+        await self.client.unmap(self.region)
 
 
 async def _rank(daemon: DaemonService, kind: str, dim: int, axes: tuple[str, ...]) -> Rank:
