@@ -166,9 +166,10 @@ def failing() -> str:
     """The first unit test that fails; empty if none does."""
     import pytest
 
-    folder, said = Path(__file__).parents[1] / "unit", io.StringIO()
+    tests, said = Path(__file__).parents[1], io.StringIO()
+    files = [str(next(tests.glob(f"*/test_{name}.py"))) for name in UNIT]
     with contextlib.redirect_stdout(said):
-        failed = pytest.main(["-qx", "-p", "no:cacheprovider", *(f"{folder}/test_{name}.py" for name in UNIT)])
+        failed = pytest.main(["-qx", "-p", "no:cacheprovider", *files])
     return (
         next((line for line in said.getvalue().splitlines() if line.startswith(("FAILED", "ERROR"))), "a unit test")
         if failed

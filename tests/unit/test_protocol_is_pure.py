@@ -57,6 +57,14 @@ def test_a_machine_is_small_enough_to_be_held_in_mind(file: Path) -> None:
             assert len(own) <= ATTRIBUTES, f"{node.name}: {sorted(own)}"
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_event_and_effect_is_true(file: Path) -> None:
+    """A named tuple without fields is empty, so that `if event:` would pass it by: it is a dataclass."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases):
+            assert any(isinstance(each, ast.AnnAssign) for each in node.body), node.name
+
+
 def test_all_of_it_is_imported_without_what_does_something() -> None:
     modules = [f"kvferry.protocol.{file.stem}" for file in FILES if file.stem != "__init__"]
     program = f"import sys, {', '.join(modules)}; print(*sorted(sys.modules))"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
@@ -94,7 +95,8 @@ class Told(NamedTuple):
     lost: bool = False
 
 
-class Tick(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tick:
     """Time has passed."""
 
 

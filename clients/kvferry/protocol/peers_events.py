@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
@@ -79,7 +80,8 @@ class Shut(NamedTuple):
     why: KvferryError
 
 
-class Tick(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tick:
     """Time has passed."""
 
 

@@ -268,15 +268,13 @@ class Requests:
             found = self.parts.of(key, event.attempt)
         except KvferryError:
             return []
+        ended = f"{event.attempt} of request {event.request_id} has ended on another rank: {event.why}"
+        why = PeerFailed("rank_failed", ended) if event.failed else Conflict("aborted", ended)
         if found is None:
-            ended = f"{event.attempt} of request {event.request_id} has ended on another rank: {event.why}"
-            why = PeerFailed("rank_failed", ended) if event.failed else Conflict("aborted", ended)
             return self._pass_by(key, event.attempt, why)
         if found.ended:  # the other rank tells: two that have ended would do so by turns
             return []
-        if not event.failed:
-            return self._abort(found, event.why)
-        return found.stop(PeerFailed("rank_failed", f"another rank failed: {event.why}"), failed=True)
+        return found.stop(why, failed=event.failed)
 
     # ---- the end ----
 

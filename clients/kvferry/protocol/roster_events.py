@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
@@ -31,7 +32,8 @@ class Tell(NamedTuple):
     members: Members
 
 
-class Renew(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Renew:
     """Join, by what proves us now and with what is to be said now."""
 
 
@@ -49,7 +51,8 @@ class Ended(NamedTuple):
     why: KvferryError | None = None
 
 
-class Tick(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tick:
     """Time has passed."""
 
 

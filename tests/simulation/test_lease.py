@@ -1,5 +1,5 @@
 """The rules of leases, by events: refusals, bounds, counts, fences, the end of a registration.
-simulation/source_world.py judges the rest."""
+source_world.py judges the rest."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from staged_world import stand
+
 from kvferry.errors import KvferryError
 from kvferry.protocol import events as e
 from kvferry.protocol.lease import Lease
@@ -42,10 +44,8 @@ class ByEvents:
             self._word.setdefault((event.terms.request_id, event.terms.number), event.terms.word)
         for effect in effects:
             match effect:
-                case e.HoldWord(word):
-                    self.words.add(word)
-                case e.ClearWord(word):
-                    self.words.remove(word)
+                case e.HoldWord() | e.ClearWord():
+                    stand(self.words, effect)
                 case e.LeaseEnded(account):
                     assert self._word[account.request_id, account.number] not in self.words, (
                         "told while its word stands"
