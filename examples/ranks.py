@@ -9,7 +9,7 @@ ranks are tasks of one process; in an engine each is a process, and its schedule
 
 - one `epoch` for this start of the engine,
 - one number for each lease (`publish`), and one for each attempt to receive (`receive`),
-- every rank publishes and receives by itself, with tables of its own blocks. One order, to any of them, is for all.
+- every rank publishes and receives by itself, with tables of its own blocks. An order at any of them is for all.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ DEVICE = os.environ.get("ENGINES_DEVICE", "cpu")
 class Model:
     """A checkpoint of checkpoints.py, its engines' options, and those of one side.
 
-    apart: prefill is given all but the prompt's last token, as always on a GPU. Where rounding differs with the number
-    of tokens that are computed together, the rows are then those of `Stages.split`, bit for bit. Layers with states
-    need no such help: prefill leaves the last token out by itself.
+    apart: prefill is given all but the prompt's last token, as always on a GPU. The rows are then those of
+    `Stages.split`, bit for bit, where rounding differs with the number of tokens that are computed together. Layers
+    with states need no such help: prefill leaves the last token out by itself.
     """
 
     name: str

@@ -26,7 +26,7 @@ NOT_NEEDED = {
     "torchaudio", "torchcodec", "torchvision",
 }  # fmt: skip
 ALSO = ("cloudpickle", "dill")
-"""What it imports and gets from those."""
+"""Packages that it imports and gets from those."""
 
 
 def main(version: str = VERSION) -> None:

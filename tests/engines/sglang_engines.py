@@ -33,7 +33,7 @@ FLAGS = (
     "--disable-overlap-schedule", "--skip-tokenizer-init", "--skip-server-warmup", "--disable-cuda-graph",
     "--sleep-on-idle",
 )  # fmt: skip
-"""Of every engine."""
+"""The options of every engine."""
 
 
 class SglangFleet(Engines):
@@ -96,7 +96,7 @@ class SglangEngine(Service):
     daemons: tuple[DaemonService, ...] = ()
 
     def leases(self) -> list[LeaseRecord]:
-        """That have not ended, on any rank."""
+        """Leases that have not ended, on any rank."""
         return [lease for daemon in self.daemons for lease in leases_at(daemon)]
 
     def transfers(self) -> list[TransferRecord]:
@@ -106,7 +106,7 @@ class SglangEngine(Service):
 
 @contextmanager
 def sglang_fleet(model: ModelConfig | Callable[[Path], None]) -> Iterator[SglangFleet]:
-    """Its checkpoint is written. What does not come up says how its log ends."""
+    """Its checkpoint is written. An engine that does not come up says how its log ends."""
     if not PYTHON.exists():
         pytest.skip("there is no SGLang here: make engines-sglang installs one")
     fleet = SglangFleet()
@@ -121,7 +121,7 @@ def sglang_fleet(model: ModelConfig | Callable[[Path], None]) -> Iterator[Sglang
 
 
 def room(prefill: SglangEngine) -> dict[str, Any]:
-    """What a router adds to both legs of a request."""
+    """The fields that a router adds to both legs of a request."""
     return {"bootstrap_host": HOST, "bootstrap_port": prefill.bootstrap, "bootstrap_room": next(ROOMS)}
 
 

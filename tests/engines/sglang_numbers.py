@@ -25,7 +25,7 @@ SOURCE = SourceBody(engine_id="p", address="127.0.0.1:9")
 
 
 class Rank:
-    """One rank of a decode engine, as far as it numbers what it receives."""
+    """A rank of a decode engine, as far as it numbers what it receives."""
 
     def __init__(self) -> None:
         self.given: list[int] = []

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def said(pool: Any, cache_type: str) -> dict[str, str]:
-    """What each component of the first layer means, and the dtype of its memory."""
+    """The meaning of each component of the first layer, and the dtype of its memory."""
     buffers = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer
     start = min(buffer.data_ptr() for buffer in buffers)
     stop = max(buffer.data_ptr() + buffer.nbytes for buffer in buffers)

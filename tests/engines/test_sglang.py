@@ -113,7 +113,7 @@ def test_a_chunked_prefill_is_published_chunk_by_chunk(pair: SglangPair) -> None
         tokens, where = prompt(1500, seed=seed), room(pair.prefill)
         with ThreadPoolExecutor(1) as pool:
             prefilled = pool.submit(generate, pair.prefill, tokens, **where)
-            seen = set[int]()  # nobody reads it yet, so that its last publish stays to be seen
+            seen = set[int]()  # its last publish stays to be seen, as nobody reads it yet
             while 1500 not in seen:
                 assert not prefilled.done(), prefilled.result().text
                 seen |= {lease.num_tokens for lease in pair.prefill.leases()}

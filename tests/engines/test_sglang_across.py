@@ -64,7 +64,7 @@ class Way:
         return self.prefill.service
 
     def params(self, where: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-        """What others need to know of SGLang's room."""
+        """The part of SGLang's room that others need to know."""
         host, _, port = self.prefill.daemon.peer.rpartition(":")
         return {
             "do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": f"room-{where['bootstrap_room']}",
@@ -121,7 +121,7 @@ def _up(fleet: SglangFleet, *services: Service) -> None:
 
 
 def _fingerprint(daemon: DaemonService) -> str:
-    """Of the model that its engine serves."""
+    """The fingerprint of the model that its engine serves."""
     answer = httpx.get(f"{daemon.url}/v1/engines", trust_env=False)
     (record,) = EngineList.model_validate(answer.json()).engines
     return str(record.manifest["model"]["fingerprint"])

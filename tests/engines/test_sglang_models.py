@@ -30,7 +30,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[SglangPair]:
 
 
 def _checkpoint(kind: str, folder: Path) -> None:
-    """By the Python that SGLang is installed for, which has transformers."""
+    """Written by the Python that SGLang is installed for, which has transformers."""
     script = Path(__file__).with_name("sglang_checkpoint.py")
     subprocess.run([PYTHON, script, kind, folder], timeout=START_S, check=True)
 

@@ -1,4 +1,4 @@
-"""What are weights called in the midst of an update of vLLM's, and after it?
+"""The names of weights in the midst of an update of vLLM's, and after it.
 
 .venv-engines/bin/python tests/engines/weight_updates.py
 

@@ -1,4 +1,4 @@
-"""What the daemon did for a call whose answer was lost is given to the call that repeats it, or to nobody."""
+"""A call that repeats one whose answer was lost is given what the daemon did for that, and nobody else is."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Hostile:
     _met: dict[str, deque[Any]] = field(default_factory=dict)
 
     def learn(self, said: Message) -> None:
-        """What an answer names exists in the daemon: from now on it is known."""
+        """The names in an answer exist in the daemon: from now on they are known."""
         for each, value in said.ListFields():
             for one in [*value.values()] if _is_map(each) else value if each.is_repeated else [value]:
                 if isinstance(one, Message):

@@ -60,7 +60,7 @@ class RawEngine:
         return manifest
 
     def ticket(self) -> str:
-        """Of a sealed file of one page, handed over; empty where the session has ended. Blocks."""
+        """A sealed file of one page is handed over for it; empty where the session has ended. Blocks."""
         ticket = ""
         with File(sealed_file("raw", 4096)) as file, contextlib.suppress(KvferryError):
             ticket, process = hand_over(str(self.target.daemon.socket), self.session, [file.fileno()])

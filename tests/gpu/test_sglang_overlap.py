@@ -1,4 +1,4 @@
-"""What a receiver of SGLang's plug-in orders is written behind the step that still writes to its pages.
+"""A receive that SGLang's plug-in orders is written behind the step that still writes to its pages.
 
 Needs SGLang for CUDA beside kvferry, as `kvferry.sglang` imports it.
 """
@@ -44,7 +44,7 @@ ROOMS = itertools.count(1)
 
 
 class Engine:
-    """One rank with one component, of bytes."""
+    """A rank with one component, of bytes."""
 
     def __init__(self, socket: str, engine_id: str) -> None:
         self.client = BlockingEngineClient.connect(socket, engine_id=engine_id, epoch="1", timeout_s=30)
@@ -67,7 +67,7 @@ class Pair:
     """SGLang's forward stream."""
 
     def receiver(self, *, overlap: bool) -> Receiver:
-        """Of a request that has been prefilled and published, bound as the plug-in binds it."""
+        """Its request has been prefilled and published, and is bound as the plug-in binds it."""
         room, adapters = next(ROOMS), Adapters()
         req = SimpleNamespace(origin_input_ids=list(range(TOKENS)), lora_id=None, input_embeds=None)
         tables, digest = {GROUP: BlockTable.of(PAGES.tolist())}, Prompt.of(req, adapters).digest

@@ -1,6 +1,6 @@
-"""An engine of one rank as a process that a test may kill: `engine_process.py SOCKET ENGINE_ID EPOCH WHAT REQUEST`.
+"""An engine of one rank as a process that a test may kill: `engine_process.py SOCKET ENGINE_ID EPOCH WORK REQUEST`.
 
-WHAT is publish (50 tokens of Kv.random(seed=1)), publish-partly (the first 20 of them), receive, or lose-session (after
+WORK is publish (50 tokens of Kv.random(seed=1)), publish-partly (the first 20 of them), receive, or lose-session (after
 a publish). Says "ready" when it has done so, then waits to be killed.
 """
 

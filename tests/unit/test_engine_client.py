@@ -550,7 +550,7 @@ def test_a_thread_hears_that_there_is_no_daemon(tmp_path: Path, no_patience: Non
 
 
 def receipt(client: BlockingEngineClient) -> Receipt:
-    """Of a receive that never ends."""
+    """Its receive never ends."""
 
     async def receive() -> Received:
         return await asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What of SGLang's plug-in needs no SGLang."""
+"""The parts of SGLang's plug-in that need no SGLang."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_unknown_layout_is_refused_by_name() -> None:
 
 
 def described(pool: Any, cache_dtype: str = "auto", heads: int = 2) -> Manifest:
-    """Of one rank, whose buffers lie anywhere."""
+    """The manifest of one rank, whose buffers lie anywhere."""
     builder = ManifestBuilder("e", "e", ModelInfo(name="m", fingerprint="f"))
     buffers = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer
     start = min(buffer.data_ptr() for buffer in buffers)

@@ -131,7 +131,7 @@ class CudaRegion:
     pools: list[object] = field(default_factory=list, repr=False)
     """torch's pools that allocate in here: see torch_pool."""
     file: File = field(default_factory=lambda: File(-1), repr=False)
-    """By it the daemon's keeper holds the memory; closed where that goes with the daemon."""
+    """The daemon's keeper holds the memory by it; closed where that goes with the daemon."""
 
     @property
     def outlives_daemon(self) -> bool:

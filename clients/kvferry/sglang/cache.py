@@ -14,7 +14,7 @@ from kvferry.parts import Describing, Part
 
 GROUP = "0"
 AXES = {"nhd": ("block", "slot", "head", "dim"), "hnd": ("block", "head", "slot", "dim")}
-"""Of keys and values, by SGLang's name of the layout."""
+"""The axes of keys and values, by SGLang's name of the layout."""
 ELEMENTS = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 """SGLang's cache types (--kv-cache-dtype) of which a pool holds plain elements of its own dtype, which is not that of
 its memory: SGLang keeps fp8 in uint8. A name may stand for several encodings: on ROCm both fp8 types are e4m3fnuz."""

@@ -1,4 +1,4 @@
-"""What SGLang makes once per rank, and where decode finds prefill."""
+"""The manager, which SGLang makes once per rank, and the place where decode finds prefill."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Manager(BaseKVManager):
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         """How long decode waits for a request's KV."""
         self.prefill_info_table: Remembered[PrefillServerInfo] = Remembered()
-        """By bootstrap address."""
+        """The key is the bootstrap address."""
         self.sources = Sources()
         self._draining: defaultdict[int, list[Receiver]] = defaultdict(list)
         """Receivers that have failed, by room: SGLang keeps their blocks until they are quiet."""
@@ -71,7 +71,7 @@ class Manager(BaseKVManager):
         """There is nothing to do: rank 0 answers at the bootstrap address itself."""
 
     def aux_rows(self, index: int) -> list[tuple[int, int]]:
-        """Where a request's first token and what goes with it lie: (address, nbytes) of each row."""
+        """The place of a request's first token and of what goes with it: (address, nbytes) of each row."""
         args = self.kv_args
         return [(at + n * index, n) for at, n in zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)]
 
@@ -106,7 +106,7 @@ class Manager(BaseKVManager):
         """SGLang wants the KV of a request that it has retracted computed again: not supported."""
         receiver.abort()
 
-    # What SGLang asks until a failed request's blocks may be used again, by room. A client may send a room twice.
+    # SGLang asks these until a failed request's blocks may be used again, by room. A client may send a room twice.
 
     def drain(self, room: int, receiver: Receiver) -> None:
         self._draining[room].append(receiver)

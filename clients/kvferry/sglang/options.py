@@ -21,7 +21,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: PREFIX + name.upper())
 
     socket: str = "/run/kvferry/engine.sock"
-    """Where the daemon beside a rank listens; {rank} stands for the rank's number, {gpu_uuid} for its GPU's UUID, by
+    """The socket of the daemon beside a rank; {rank} stands for the rank's number, {gpu_uuid} for its GPU's UUID, by
     which `kvferry host` names sockets."""
     engine_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] = ""
     """Names this engine to daemons; empty: made of the host's name and the port."""
@@ -29,7 +29,7 @@ class Options(BaseModel):
     lease_ttl_s: Annotated[float, Field(ge=0, le=86400)] = 0.0
     """How long finished KV is kept for a reader that does not come; 0 for the daemon's default."""
     fingerprint: str = ""
-    """What both sides must have in common; empty: derived from the model's configuration and weights."""
+    """Both sides must have it in common; empty: derived from the model's configuration and weights."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Options:

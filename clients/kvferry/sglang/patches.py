@@ -1,8 +1,9 @@
 """All that this plug-in changes in SGLang, by name, with the reason.
 
 SGLang loads plug-ins by entry point, and its HookRegistry wraps functions by name, but a transfer backend is a member
-of an enumeration and a branch of one function. What is replaced is looked at first: on a version where it is not as
-expected nothing is changed, the log says what differs, and `--disaggregation-transfer-backend kvferry` is refused.
+of an enumeration and a branch of one function. Each piece is looked at before it is replaced: on a version where it is
+not as expected nothing is changed, the log says what differs, and `--disaggregation-transfer-backend kvferry` is
+refused.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _add_backend() -> None:
 
 
 def _hook() -> None:
-    """By SGLang's own registry, which applies them when all plug-ins have been loaded."""
+    """SGLang's own registry applies them when all plug-ins have been loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, (_, hook, when) in HOOKS.items():
@@ -192,7 +193,7 @@ HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
         (("self", "req"), _bind_receiver, "AROUND"),
     # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": (("self",), _release_when_quiet, "AFTER"),
-    # Where it has nothing to compute and waits for transfers, SGLang keeps a core busy, which the daemons need.
+    # SGLang keeps a core busy, which the daemons need, where it has nothing to compute and waits for transfers.
     f"{SCHEDULER}.on_idle": (("self",), _wait_when_idle, "AFTER"),
     # KV is bound to the weights that computed it. A session writes them between its begin and its end, also by itself.
     **{f"{UPDATER}.{name}": (("self", "recv_req"), _replace_weights, "AROUND") for name in REPLACES},

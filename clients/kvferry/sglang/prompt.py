@@ -1,4 +1,4 @@
-"""What a request says of its KV: what it depends on and, where another kind of engine has prefilled, where it is.
+"""A request's word about its KV: what it depends on and, where another kind of engine has prefilled, where it is.
 
 SGLang's requests have one place for what SGLang does not know, `custom_params` of their sampling parameters. It takes
 no object within an object, so that kv_transfer_params are there as JSON text.
@@ -57,7 +57,7 @@ def _extras(req: Req, adapters: Adapters) -> Iterator[str]:
 
 
 def handed_over(req: Req, prompt: Prompt) -> tuple[Origin, int]:
-    """Where the KV is that another kind of engine has computed, and the first token.
+    """The place of KV that another kind of engine has computed, and the first token.
 
     Raises KvferryError: `malformed_kv_transfer_params`, `other_prompt`, `unsupported_request`.
     """

@@ -1,4 +1,4 @@
-"""One rank of this engine, in the process of its scheduler: the session with its daemon, and the cache."""
+"""A rank of this engine, in the process of its scheduler: the session with its daemon, and the cache."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Rank:
         return isinstance(self._region, CudaRegion)
 
     def written(self) -> Fence | None:
-        """What to publish after for all that was computed until now."""
+        """A fence behind all that was computed until now: to publish after."""
         return self.daemon.written(torch.cuda.current_stream()) if self.on_gpu else None
 
 
@@ -134,7 +134,7 @@ def _configuration(model: ModelConfig, arguments: ServerArgs) -> dict[str, Any]:
 
 @cache
 def this_rank() -> Rank:
-    """Of this process. Raises KvferryError."""
+    """The rank of this process. Raises KvferryError."""
     return Rank()
 
 

@@ -1,4 +1,4 @@
-"""One request of a decode engine: its KV is received into blocks that SGLang has allocated."""
+"""A request of a decode engine: its KV is received into blocks that SGLang has allocated."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Receiver(BaseKVReceiver):
         return self._quiesced.done() and self._quiesced.exception() is None
 
     def failure_exception(self) -> None:
-        """Raises why this failed. What fails on another rank ends here, too, and may be told here a moment later. The
+        """Raises why this failed. A failure on another rank ends it here, too, and may be told here a moment later. The
         client gets the answer of one rank, which names another one only where it has no reason of its own."""
         if not self._why and self._receipt is not None:
             with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""One request of a prefill engine: published chunk by chunk, and watched until it has been read."""
+"""A request of a prefill engine: published chunk by chunk, and watched until it has been read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def reason(error: BaseException) -> str:
-    """What a client and the log are told."""
+    """The words for a client and the log."""
     return f"{error.code}: {error}" if isinstance(error, KvferryError) else str(error)
 
 
@@ -53,7 +53,7 @@ class Sender(BaseKVSender):
         self._expected = self._aux = self._begun = 0
         self._began: float | None = None
         self._end: Future[LeaseState] | None = None
-        """Of the lease, once all of it has been sent."""
+        """The end of the lease, once all of it has been sent."""
         self._state: int | None = None
         self._name, self._number, self._aborted = "", 0, False
         try:
