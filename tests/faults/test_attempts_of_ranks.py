@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from fleet import TIMEOUT_S, Daemons, retired, until
 from pair import is_in
-from ranks import Kv, Shape, TestEngine, start_rank
+from ranks import Blocks, Kv, Shape, TestEngine, start_rank
 
 from kvferry.engine import Lease, TransferFailed
 from kvferry.errors import KvferryError
@@ -83,27 +83,32 @@ async def scene(
     return Scene(source, reader, theirs, daemons.fleet.again)
 
 
+async def ordered_and_done(scene: Scene, order: OrderBody, blocks: Blocks, *, reserves: bool) -> Lease:
+    """Published, and moved into these blocks. reserves: the engine does; otherwise the order brings them."""
+    kv, lease = await scene.published(order.request_id)
+    expected = scene.reader.expecting(kv, blocks)
+    async with RouterClient(scene.daemons[0].url) as router:
+        ordered = await router.order(order)
+        if reserves:
+            await scene.reader.receive(order.request_id, blocks)
+        record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
+    assert record.state is TransferState.DONE, record
+    assert scene.reader.differences(expected) == ""
+    return lease
+
+
 @pytest.mark.parametrize("reserves", [False, True], ids=["tables in the order", "engines reserve"])
 async def test_a_daemon_that_was_started_anew_is_not_answered_by_what_was_done_before(
     scene: Scene, request_id: str, reserves: bool
 ) -> None:
     """It knows nothing of the first attempt; the daemons of the other ranks have it still."""
-    reader, blocks = scene.reader, scene.reader.take(TOKENS)
+    blocks = scene.reader.take(TOKENS)
     destination = None if reserves else DestinationBody(tables=blocks.json())
     order = OrderBody(request_id=request_id, source=scene.source.source(), destination=destination)
     for again in (False, True):
         if again:
             await scene.restart(0)
-        (kv, lease), expected = await scene.published(request_id), reader.snapshot()
-        reader.write_into(expected, kv, blocks)
-        async with RouterClient(scene.daemons[0].url) as router:
-            ordered = await router.order(order)
-            if reserves:
-                await reader.receive(request_id, blocks)
-            record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
-        assert record.state is TransferState.DONE, record
-        assert reader.differences(expected) == ""
-        assert await released(lease)
+        assert await released(await ordered_and_done(scene, order, blocks, reserves=reserves))
 
 
 @pytest.mark.parametrize("reserves", [False, True], ids=["tables in the order", "engines reserve"])
@@ -135,15 +140,7 @@ async def test_a_part_whose_leader_has_died_is_not_a_part_of_the_next_attempt(
             assert isinstance(outcome, TransferFailed), outcome
     await source.publish(request_id, given, TOKENS)
     await source.ranks[0].client.abort(request_id)
-    (kv, _), expected = await scene.published(request_id), reader.snapshot()
-    reader.write_into(expected, kv, blocks)
-    async with RouterClient(scene.daemons[0].url) as router:
-        ordered = await router.order(order)
-        if reserves:
-            await reader.receive(request_id, blocks)
-        record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
-    assert record.state is TransferState.DONE, record
-    assert reader.differences(expected) == ""
+    await ordered_and_done(scene, order, blocks, reserves=reserves)
 
 
 async def test_a_late_order_of_an_attempt_that_has_ended_takes_no_newer_reservation(

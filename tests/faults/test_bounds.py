@@ -18,7 +18,7 @@ import pytest
 from authority import Authority, replace
 from bounded import bounded
 from fleet import TIMEOUT_S, ByHand, Daemons, open_files, peer_stub, refusal, resident_mb, screens, until
-from lives import engine_on, published, receives
+from lives import engine_on, published, reads_from
 from pair import is_in
 from ranks import Kv, Shape
 from stopping import stepped, stopped
@@ -102,8 +102,7 @@ async def test_streams_of_one_address_do_not_keep_others_out(daemons: Daemons, s
         error = await no_more()
     assert error.value == f"ipv4:{STRANGER}"
     assert sum(not call.done() for call in held) <= MAX_FROM_ONE <= len(held)
-    kv, _ = await published(source, "r")
-    await receives(reader, "r", kv, source.source())
+    await reads_from(reader, source, "r")
     for call in held[: len(held) // 2]:
         call.cancel()
 
@@ -321,8 +320,7 @@ async def test_a_peer_that_is_not_read_from_for_long_is_forgotten(
     reader, router = await engine_on(stack, "idle-r", here)
     source, _ = await engine_on(stack, "idle-s", there)
     other, _ = await engine_on(stack, "idle-t", beside)
-    kv, _ = await published(source, "r")
-    await receives(reader, "r", kv, source.source())
+    await reads_from(reader, source, "r")
     body = PeerRequest(engine_id=other.engine_id, address=other.address)
 
     async def forgotten() -> bool:
@@ -334,8 +332,7 @@ async def test_a_peer_that_is_not_read_from_for_long_is_forgotten(
         return {peer.engine_id for peer in await router.peers()}
 
     await until(forgotten, "it is forgotten")
-    kv, _ = await published(source, "again")
-    await receives(reader, "again", kv, source.source())
+    await reads_from(reader, source, "again")
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from fleet import TIMEOUT_S, Daemons, ended, open_files, until
-from lives import TP1, engine_on, published, receives
+from lives import TP1, engine_on, reads_from
 from ranks import TestEngine
 from test_rest_tls import authority, certificate
 
@@ -121,8 +121,7 @@ async def test_a_peer_that_has_gone_is_not_dialled_again(daemons: Daemons, stack
     (ours,), (theirs,) = await daemons.start("left"), await daemons.start("leaver")
     reader, router = await engine_on(stack, "left", ours)
     source, _ = await engine_on(stack, "leaver", theirs)
-    kv, _ = await published(source, "r")
-    await receives(reader, "r", kv, source.source())
+    await reads_from(reader, source, "r")
     assert await ended(theirs, signal.SIGKILL) == -signal.SIGKILL
     with doorbell(int(theirs.peer.rpartition(":")[2])) as bell:
         await is_not_dialled(bell)
@@ -140,8 +139,7 @@ async def test_a_daemon_dials_with_the_certificates_that_its_files_hold_by_then(
     (ours,), (theirs,) = await daemons.start("tls-reader", 1, *flags), await daemons.start("tls-source", 1, *flags)
     reader, _ = await engine_on(stack, "tls-reader", ours)
     source = await TestEngine.start("tls-source", [theirs], TP1)
-    kv, _ = await published(source, "before")
-    await receives(reader, "before", kv, source.source())
+    await reads_from(reader, source, "before")
 
     issue(tmp_path, "second", files)
     await source.close()
@@ -149,8 +147,7 @@ async def test_a_daemon_dials_with_the_certificates_that_its_files_hold_by_then(
     (theirs,) = [daemons.fleet.again(theirs)]
     await daemons.fleet.ready(theirs, timeout_s=TIMEOUT_S)
     source, _ = await engine_on(stack, "tls-source", theirs)
-    kv, _ = await published(source, "after")
-    await receives(reader, "after", kv, source.source())
+    await reads_from(reader, source, "after")
 
 
 def issue(folder: Path, name: str, files: dict[str, Path]) -> None:

@@ -10,11 +10,12 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 from fleet import SPOKEN, TCP_ALONE, Daemons, ended, peer_stub, screens
-from lives import engine_on, published, receives
+from lives import engine_on, reads_from
 from test_agent import a_source
 from test_hostile_metadata import impostor, inner
 
 from kvferry.errors import Full, KvferryError
+from kvferry.router import RouterClient
 from kvferry.schemas import PeerRequest
 from kvferry.v1 import peer_pb2
 from kvferryd.commands.cli import main
@@ -37,19 +38,26 @@ async def test_a_screening_process_that_died_of_one_peer_speaks_against_no_other
     await router.prewarm(PeerRequest(engine_id="dying", address=dying.address))
     (screen,) = screens(ours)
     screen.kill()
-    kv, _ = await published(living, "r")
-    await receives(reader, "r", kv, living.source())
+    await reads_from(reader, living, "r")
+
+
+async def of_the_dead(
+    daemons: Daemons, stack: AsyncExitStack, name: str
+) -> tuple[peer_pb2.HandshakeReply, RouterClient]:
+    """(the handshake of an engine whose daemon is dead, the router of one that may read from it)"""
+    (theirs,), (ours,) = [await daemons.start(each, 1, "--way", "direct") for each in (f"{name}-source", name)]
+    await engine_on(stack, name, theirs)
+    _, router = await engine_on(stack, f"{name}-reader", ours)
+    async with peer_stub(theirs) as stub:
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=name))
+    await ended(theirs, signal.SIGKILL)
+    return said, router
 
 
 @pytest.mark.slow
 async def test_a_peer_that_dies_while_it_is_met_is_unreachable(daemons: Daemons, stack: AsyncExitStack) -> None:
     """It has answered the handshake; by the time that its metadata is tried there is nobody."""
-    (theirs,), (ours,) = [await daemons.start(name, 1, "--way", "direct") for name in ("met-source", "met-reader")]
-    await engine_on(stack, "met", theirs)
-    _, router = await engine_on(stack, "met-reader", ours)
-    async with peer_stub(theirs) as stub:
-        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id="met"))
-    await ended(theirs, signal.SIGKILL)
+    said, router = await of_the_dead(daemons, stack, "met")
     async with impostor(said) as (service, address):
         service.moves_to(address)
         service.answers = 1
@@ -63,12 +71,7 @@ async def test_a_daemon_that_answers_and_cannot_be_read_is_named(
     daemons: Daemons, stack: AsyncExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its peer port answers every handshake, and nobody is where NIXL has to connect."""
-    (theirs,), (ours,) = [await daemons.start(name, 1, "--way", "direct") for name in ("apart", "apart-reader")]
-    await engine_on(stack, "apart", theirs)
-    _, router = await engine_on(stack, "apart-reader", ours)
-    async with peer_stub(theirs) as stub:
-        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id="apart"))
-    await ended(theirs, signal.SIGKILL)
+    said, router = await of_the_dead(daemons, stack, "apart")
     async with impostor(said) as (service, address):
         service.moves_to(address)
         with pytest.raises(KvferryError) as refused:
@@ -78,7 +81,7 @@ async def test_a_daemon_that_answers_and_cannot_be_read_is_named(
         (warning,) = (await router.ready()).warnings
         assert f"{address} answers and cannot be read: " in warning
         for command in ("status", "peers"):
-            assert await asyncio.to_thread(main, (command, "--daemon", ours.url)) == 1
+            assert await asyncio.to_thread(main, (command, "--daemon", router.url)) == 1
             shown = capsys.readouterr().out
             assert address in shown
             assert unmet.last_error.message in shown

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 from fleet import SPOKEN, Daemons, ended, peer_stub
-from lives import TP1, engine_on, published, receives
+from lives import TP1, engine_on, published, reads_from
 from ranks import TestEngine
 from test_hostile_metadata import impostor
 
@@ -37,7 +37,7 @@ class Scene:
         name."""
         kv, _ = await published(source, request_id)
         await published(self.stranger if source is self.source else self.source, request_id)
-        await receives(self.reader, request_id, kv, source.source())
+        await self.reader.gets(request_id, kv, source=source.source())
 
     async def is_taken(self, request_id: str, source: SourceBody) -> None:
         with pytest.raises(TransferFailed) as failed:
@@ -92,8 +92,7 @@ async def test_not_even_when_the_peer_was_forgotten_because_of_a_failure(scene: 
 
 async def test_who_forgets_a_peer_by_hand_takes_the_next_one(scene: Scene) -> None:
     await scene.router.forget_peer(scene.source.engine_id)
-    kv, _ = await published(scene.stranger, "on purpose")
-    await receives(scene.reader, "on purpose", kv, scene.stranger.source())
+    await reads_from(scene.reader, scene.stranger, "on purpose")
 
 
 async def test_a_stranger_that_names_the_real_daemons_leads_to_them_only(scene: Scene) -> None:
@@ -131,6 +130,5 @@ async def test_an_engine_that_has_started_elsewhere_is_found_once_the_old_one_is
     await scene.is_taken("too early", scene.stranger.source())
     await scene.reads("meanwhile", scene.source)
     await ended(scene.source.daemons[0], signal.SIGKILL)
-    kv, _ = await published(scene.stranger, "moved")
-    await receives(scene.reader, "moved", kv, scene.stranger.source())
+    await reads_from(scene.reader, scene.stranger, "moved")
     assert await at(scene) == [scene.stranger.address]

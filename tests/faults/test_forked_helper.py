@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, until
-from lives import engine_on, receives
+from lives import engine_on
 from ranks import Kv
 
 from kvferry.router import RouterClient
@@ -50,7 +50,7 @@ async def test_an_engine_that_is_killed_beside_its_forked_helper_is_gone_and_may
 
     await until(detached, "the daemon sees the engine's death")
     # It is known to be dead: what it published is whole and stays readable.
-    await receives(reader, request_id, Kv.random(50, seed=1), SourceBody(engine_id="forker", address=daemon.peer))
+    await reader.gets(request_id, Kv.random(50, seed=1), source=SourceBody(engine_id="forker", address=daemon.peer))
     os.kill(helper, 0)  # the helper has lived all the time
     again, _ = await engine_on(stack, "forker", daemon)
     assert (await router.ready()).ready

@@ -10,7 +10,7 @@ import pytest
 from fleet import TIMEOUT_S, Daemons
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from lives import engine_on, published, receives
+from lives import engine_on, published
 from ranks import TestEngine
 from test_peer_secret import NAME, OURS, secret_file
 
@@ -92,7 +92,7 @@ async def test_ends_come_with_an_enum_beside_the_word(
     (prefill, _), (decode, _) = await engine_on(stack, "p", daemon), await engine_on(stack, "d", reading)
     assert isinstance(prefill, TestEngine)
     kv, leases = await published(prefill, request_id)
-    await receives(decode, request_id, kv, SourceBody(engine_id="p", address=daemon.peer))
+    await decode.gets(request_id, kv, source=SourceBody(engine_id="p", address=daemon.peer))
     await leases[0].ended()
     (transfer,) = (event.transfer_ended for event in heard if event.HasField("transfer_ended"))
     (lease,) = (event.lease_ended for event in heard if event.HasField("lease_ended"))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from fleet import TIMEOUT_S, Daemons, until
 from hosts import Host, daemons_apart
-from lives import TP1, engine_on, published, receives
+from lives import TP1, engine_on, reads_from
 from ranks import Blocks, Kv
 from remote import remote
 from wire import NBYTES, TOKENS, tcp_pair
@@ -84,8 +84,7 @@ async def test_a_host_vanishes_with_its_daemon_and_comes_back(
 ) -> None:
     near, remote = await daemons_apart(daemons, far, "apart")
     source, reader = [await engine_on(stack, daemon.name, daemon) for daemon in (remote, near)]
-    kv, _ = await published(source[0], request_id)
-    await receives(reader[0], request_id, kv, source[0].source())
+    await reads_from(reader[0], source[0], request_id)
 
     async with httpx.AsyncClient(base_url=remote.url, trust_env=False, timeout=TIMEOUT_S) as http:
         far.vanish()
@@ -103,7 +102,7 @@ async def test_an_engine_in_another_process_does_as_it_is_told(
     blocks = Blocks((3, 1, 4, 15), 9)
     await source.publish(request_id, blocks, 50, seed=1)
     reader, _ = await engine_on(stack, "reader", (await daemons.start("reader"))[0])
-    await receives(reader, request_id, Kv.random(50, seed=1), source.source())
+    await reader.gets(request_id, Kv.random(50, seed=1), source=source.source())
     assert await source.ended(request_id) == "released"
     assert await source.differs(blocks, 50, seed=1) == ""
     assert await source.differs(blocks, 50, seed=2)

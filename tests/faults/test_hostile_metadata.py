@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 import pytest
 from fleet import SPOKEN, Daemons, peer_stub
-from lives import engine_on, published, receives
+from lives import engine_on, reads_from
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import PeerRequest
@@ -146,5 +146,4 @@ async def test_metadata_that_no_agent_wrote_is_refused_and_the_real_peer_is_read
         told = {await dial(mutated(good, rng, inner(good))) for _ in range(WELL_FORMED)}
         assert told <= {"loaded", "malformed_metadata", "transport_failed", "peer_unreachable", "peer_lost"}
         assert await dial(good) == "loaded"
-    kv, _ = await published(source, "r")
-    await receives(reader, "r", kv, source.source())
+    await reads_from(reader, source, "r")

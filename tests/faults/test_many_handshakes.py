@@ -10,7 +10,7 @@ import psutil
 import pytest
 from bounded import bounded
 from fleet import Daemons, screens, until
-from lives import TP1, engine_on, published, receives
+from lives import TP1, engine_on, reads_from
 from ranks import TestEngine
 from wire import TCP
 
@@ -32,16 +32,14 @@ async def test_a_peer_that_is_forgotten_and_met_again(
     (ours,), (theirs,) = await daemons.start("meeting", 1, *TCP), await daemons.start("met", 1, *TCP)
     reader, router = await engine_on(stack, "meeting", ours)
     source, _ = await engine_on(stack, "met", theirs)
-    kv, _ = await published(source, "first")
-    await receives(reader, "first", kv, source.source())
+    await reads_from(reader, source, "first")
     held = [await asyncio.to_thread(files_of_children, ours)]
     for _ in range(2 * LOADS):
         await router.forget_peer("met")
         await router.prewarm(PeerRequest(engine_id="met", address=source.address))
         held.append(await asyncio.to_thread(files_of_children, ours))
     assert max(held) <= held[0] + LOADS
-    kv, _ = await published(source, "last")
-    await receives(reader, "last", kv, source.source())
+    await reads_from(reader, source, "last")
 
 
 def connections_of_screens(daemon: DaemonService) -> int:
@@ -90,6 +88,5 @@ async def test_a_fleet_that_was_replaced_leaves_nothing(daemons: Daemons, stack:
 
     await until(lost, "they are lost")
     after, _ = await engine_on(stack, "after", theirs)
-    kv, _ = await published(after, "r")
-    await receives(reader, "r", kv, after.source())
+    await reads_from(reader, after, "r")
     assert {peer.engine_id for peer in await router.peers()} == {"after"}

@@ -10,13 +10,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from fleet import TIMEOUT_S, Daemons, until
+from fleet import TIMEOUT_S, Daemons, refusal, until
 from lives import TP1, engine_on, published
 from older import git, unpacked
 from ranks import Shape, start_rank
 
 from kvferry.engine import TransferFailed
-from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState, OrderBody
 from kvferryd.demo.fleet import DaemonService
@@ -87,9 +86,7 @@ async def test_an_older_client_is_refused_and_an_older_daemon_refuses(
     assert process.returncode and b"you speak protocol" in said
     async with RouterClient(new.url) as router:
         assert not await router.engines()
-    with pytest.raises(KvferryError) as refused:
-        await start_rank("early", older.socket, TP1, 0, "1")
-    assert refused.value.code == "protocol"
+    assert (await refusal(start_rank("early", older.socket, TP1, 0, "1"))).code == "protocol"
 
 
 async def test_an_older_reader_is_refused_and_reads_nothing(

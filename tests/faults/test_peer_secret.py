@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from fleet import SPOKEN, TIMEOUT_S, Daemons, peer_stub, tap, under_way, until
-from lives import engine_on, published, receives
+from lives import engine_on, reads_from
 from test_hostile_metadata import Impostor
 
 from kvferry.errors import KvferryError
@@ -91,8 +91,7 @@ async def test_daemons_move_bytes_with_one_secret_and_none_with_two(
     source, _ = await engine_on(stack, "s", await start(daemons, "s", ours))
     reader, _ = await engine_on(stack, "r", await start(daemons, "r", ours))
     _, stranger = await engine_on(stack, "x", await start(daemons, "x", theirs))
-    kv, _ = await published(source, "one")
-    await receives(reader, "one", kv, source.source())
+    await reads_from(reader, source, "one")
     assert await prewarm(stranger, source.source()) == "proof_failed"
 
 
@@ -202,8 +201,7 @@ async def test_a_secret_is_rotated_without_a_failed_transfer(
         nonlocal done
         while True:
             request = f"r{next(moved)}"
-            kv, _ = await published(source, request)
-            await receives(reader, request, kv, source.source())
+            await reads_from(reader, source, request)
             await router.forget_peer(source.engine_id)
             done += 1
 
@@ -236,8 +234,7 @@ async def test_a_file_that_makes_no_sense_leaves_the_secret_in_use(
     for nonsense in ((), ("short",), (OURS, THEIRS, secrets.token_hex(32))):
         secret_file(file, *nonsense)
         request = f"r-{len(nonsense)}"
-        kv, _ = await published(source, request)
-        await receives(reader, request, kv, source.source())
+        await reads_from(reader, source, request)
 
 
 @pytest.mark.parametrize("lines", [["short"], [OURS, "short"], [OURS, THEIRS, OURS]])

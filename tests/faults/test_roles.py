@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fleet import SPOKEN, TIMEOUT_S, ByHand, Daemons, Joining, ended, peer_stub, refusal, serving, until
-from lives import engine_on, published, receives
+from lives import engine_on, published, reads_from
 from ranks import Blocks, Shape, TestEngine, start_rank
 
 from kvferry.router import RouterClient
@@ -70,7 +70,7 @@ async def test_a_stranger_orders_nothing(
     assert (await refusal(stranger.Order([order]).read())).code == "not_a_rank"
     assert await scene.router.transfers(request_id) == []
     assert not scene.reader.differences(before)
-    await receives(scene.reader, request_id, kv, scene.source.source())
+    await scene.reader.gets(request_id, kv, source=scene.source.source())
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=KEYS.keys())
@@ -127,7 +127,7 @@ async def test_a_stranger_ends_no_transfer(
 ) -> None:
     kv, blocks = scene.source.filled(50)
     await scene.source.publish(request_id, blocks, 20, more=True)
-    receiving = asyncio.create_task(receives(scene.reader, request_id, kv, scene.source.source()))
+    receiving = asyncio.create_task(scene.reader.gets(request_id, kv, source=scene.source.source()))
 
     async def reads() -> bool:
         return any(each.state is TransferState.READING for each in await scene.router.transfers(request_id))
@@ -182,8 +182,7 @@ async def test_nobody_joins_in_the_place_of_a_rank(scene: Scene, stranger: peer_
         assert len(mine.key) == 32
         assert (await refusal(stranger.Order([order]).read())).code == "not_a_rank"
         held.cancel()
-    kv, _ = await published(scene.source, "after joining")
-    await receives(scene.reader, "after joining", kv, scene.source.source())
+    await reads_from(scene.reader, scene.source, "after joining")
 
 
 async def test_the_place_of_a_rank_that_has_gone_stays_its_own(daemons: Daemons, stack: AsyncExitStack) -> None:
@@ -232,7 +231,7 @@ async def test_an_announcement_does_not_tell_which_request_may_be_closed(scene: 
             close=peer_pb2.LeaseClose(request_id=told, complete=True, lease=reply.announced.update.lease)
         )
         await stub.Abort(peer_pb2.AbortRequest(engine_id="roles-s", request_id=told, fan_out=True))
-        await receives(scene.reader, request_id, kv, scene.source.source())
+        await scene.reader.gets(request_id, kv, source=scene.source.source())
         listener.call.cancel()
 
 
@@ -250,7 +249,7 @@ async def test_who_knows_a_requests_id_does_not_end_what_another_reads(
         stranger = ByHand(stub, opening)
         await scene.source.publish(request_id, blocks, 20, more=True)
         assert (await stranger.open(request_id)).HasField("update"), "it is there before the reader"
-        receiving = asyncio.create_task(receives(scene.reader, request_id, kv, scene.source.source()))
+        receiving = asyncio.create_task(scene.reader.gets(request_id, kv, source=scene.source.source()))
 
         async def all_read() -> bool:
             return [it.readers_open for it in await router.leases() if it.request_id == request_id] == [3]

@@ -12,12 +12,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from fleet import Daemons
+from fleet import Daemons, refusal
 from lives import TP1
 from ranks import TestEngine
 from scene import DIRECT, SMALL, Held, Scene, scened
-
-from kvferry.errors import KvferryError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 HOUR_S = 3600
@@ -38,9 +36,7 @@ async def test_memory_that_cannot_be_shared_any_more(scene: Scene) -> None:
     resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (ROOM, limits[1]))
     try:
         for _ in range(3):
-            with pytest.raises(KvferryError) as refused:
-                await TestEngine.start("one-too-many", [daemon], TP1)
-            assert refused.value.code == "out_of_memory"
+            assert (await refusal(TestEngine.start("one-too-many", [daemon], TP1))).code == "out_of_memory"
         await scene.serves()
     finally:
         resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, limits)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fleet import SPOKEN, TCP_ALONE, TIMEOUT_S, Daemons, peer_stub
-from lives import engine_on, published, receives
+from lives import engine_on, reads_from
 from ranks import TestEngine
 from test_strict import pool
 
@@ -66,8 +66,7 @@ async def scene(daemons: Daemons, stack: AsyncExitStack, flags: tuple[str, ...],
     both = [(await daemons.start(f"{name}-{each}", 1, *flags, "--ucx", f"TLS={transport}"))[0] for each in "sr"]
     source, _ = await engine_on(stack, f"{name}-s", both[0])
     reader, _ = await engine_on(stack, f"{name}-r", both[1])
-    kv, _ = await published(source, "asked for")
-    await receives(reader, "asked for", kv, source.source())
+    await reads_from(reader, source, "asked for")
     found = Scene(source, transport, tmp)
     for number, mark in enumerate(found.marks):  # marks of prompts that no peer has asked for
         at = 10_000 * (number + 1)

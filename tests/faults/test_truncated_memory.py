@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fleet import Daemons
-from lives import engine_on, published, receives
+from lives import engine_on, reads_from
 
 from kvferryd.memory.host import NAME
 
@@ -33,5 +33,4 @@ async def test_an_engine_that_truncates_its_memory_harms_nobody(daemons: Daemons
             with pytest.raises(PermissionError), place.open("r+b") as file:
                 file.truncate(0)
     assert cut >= 2, "the engines' memory was among them"
-    kv, _ = await published(source, "r")
-    await receives(reader, "r", kv, source.source())
+    await reads_from(reader, source, "r")

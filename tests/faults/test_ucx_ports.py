@@ -13,7 +13,7 @@ import psutil
 import pytest
 from fleet import Daemons
 from hosts import Host, daemons_apart, host
-from lives import engine_on, published, receives
+from lives import engine_on, reads_from
 
 from kvferry.schemas import PeerRequest
 from kvferryd.demo.fleet import DaemonService
@@ -54,8 +54,7 @@ async def test_on_loopback_only_where_the_peer_port_is(daemons: Daemons, stack: 
     (ours,), (theirs,) = await daemons.start("near-r"), await daemons.start("near-s")
     reader, _ = await engine_on(stack, "near-r", ours)
     source, _ = await engine_on(stack, "near-s", theirs)
-    kv, _ = await published(source, "r")
-    await receives(reader, "r", kv, source.source())
+    await reads_from(reader, source, "r")
     for daemon in (ours, theirs):
         heard = listens(daemon)
         assert heard, "UCX does not listen at all: this shows nothing"
@@ -81,8 +80,7 @@ async def test_between_hosts_only_on_the_interface_of_the_peer_port(
     reader, router = await engine_on(stack, "ucx-r", near)
     source, _ = await engine_on(stack, "ucx-s", remote)
     await router.prewarm(PeerRequest(engine_id="ucx-s", address=remote.peer))
-    kv, _ = await published(source, "r")
-    await receives(reader, "r", kv, source.source())
+    await reads_from(reader, source, "r")
     for daemon, address in ((near, far.here), (remote, far.there)):
         heard = listens(daemon)
         assert heard

@@ -17,7 +17,7 @@ import grpc
 import httpx
 import psutil
 from fleet import TIMEOUT_S, Daemons, memory_files, open_files, resident_mb, until
-from ranks import Kv, Shape, TestEngine
+from ranks import Shape, TestEngine
 
 from kvferry.router import RouterClient
 from kvferry.rpc import PROBLEM_KEY
@@ -186,12 +186,9 @@ class Target:
         for source, reader in ((self.engine, self.friend), (self.friend, self.engine)):
             for way in ("staged", "direct"):
                 request_id = f"good-{uuid.uuid4().hex}"
-                kv, blocks, reserved = Kv.random(50), source.take(50), reader.take(50)
-                source.write(kv, blocks)
+                kv, blocks = source.filled(50)
                 (lease,) = await source.publish(request_id, blocks, 50)
-                expected = reader.expecting(kv, reserved)
-                await reader.receive(request_id, reserved, source=source.source(), way=way)
-                assert not reader.differences(expected)
+                await reader.gets(request_id, kv, source=source.source(), way=way)
                 await lease.ended()
 
 

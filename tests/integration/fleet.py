@@ -173,9 +173,11 @@ async def tap() -> AsyncIterator[tuple[Tap, str]]:
 
 
 async def refusal(call: Awaitable[object]) -> KvferryError:
-    """The error that a raw gRPC call is answered with."""
+    """The error with which a call is refused, be it a client's or raw gRPC."""
     try:
         answer = await call
+    except KvferryError as error:
+        return error
     except grpc.aio.AioRpcError as error:
         return error_of(error, "the daemon")
     if isinstance(answer, peer_pb2.ReadReply) and not answer.reading and answer.HasField("problem"):

@@ -12,7 +12,6 @@ from fleet import TIMEOUT_S
 from ranks import Kv, Shape, TestEngine
 
 from kvferry.router import RouterClient
-from kvferry.schemas import SourceBody
 from kvferryd.demo.fleet import DaemonService
 
 TP1 = Shape.tp(1, num_blocks=16)
@@ -50,8 +49,7 @@ async def published(engine: TestEngine, request_id: str, **more: float) -> tuple
     return kv, await engine.publish(request_id, blocks, 50, **more)
 
 
-async def receives(reader: TestEngine, request_id: str, kv: Kv, source: SourceBody) -> None:
-    blocks = reader.take(kv.tokens)
-    expected = reader.expecting(kv, blocks)
-    await reader.receive(request_id, blocks, source=source)
-    assert not reader.differences(expected)
+async def reads_from(reader: TestEngine, source: TestEngine, request_id: str) -> None:
+    """The KV of a request that the source publishes: every byte comes."""
+    kv, _ = await published(source, request_id)
+    await reader.gets(request_id, kv, source=source.source())

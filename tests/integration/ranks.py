@@ -295,6 +295,16 @@ class TestEngine:
                 raise outcome
         return [outcome for outcome in outcomes if isinstance(outcome, Received)]
 
+    async def gets(
+        self, request_id: str, kv: Kv, blocks: Blocks | None = None, tokens: tuple[int, int] | None = None, **more: Any
+    ) -> list[Received]:
+        """As `receive`, into other blocks where none are named. Just this KV comes, and nothing else changes."""
+        blocks = self.take(kv.tokens) if blocks is None else blocks
+        expected = self.expecting(kv, blocks, tokens)
+        received = await self.receive(request_id, blocks, tokens, **more)
+        assert not self.differences(expected)
+        return received
+
     async def outcomes(
         self, request_id: str, blocks: Blocks, tokens: tuple[int, int] | None = None, **more: Any
     ) -> list[Received | BaseException]:

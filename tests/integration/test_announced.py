@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, until
-from lives import engine_on, published, receives
+from lives import engine_on, published, reads_from
 from ranks import TestEngine
 
 from kvferry.engine import TransferFailed
@@ -54,8 +54,7 @@ async def two(far: DaemonService, near: DaemonService, stack: AsyncExitStack, re
     source, router = await engine_on(stack, f"source-{tail}", far)
     reader, _ = await engine_on(stack, f"reader-{tail}", near)
     two = Two(source, reader, router, near)
-    kv, _ = await published(source, f"warm-up-{tail}")
-    await receives(reader, f"warm-up-{tail}", kv, source.source())
+    await reads_from(reader, source, f"warm-up-{tail}")
     assert not await two.was_announced(f"warm-up-{tail}")
     return two
 
@@ -63,7 +62,7 @@ async def two(far: DaemonService, near: DaemonService, stack: AsyncExitStack, re
 async def test_a_warm_reader_goes_by_the_announcement_and_the_lease_is_released(two: Two, request_id: str) -> None:
     for name in (f"{request_id}-{i}" for i in range(20)):  # now and then the receive is there before the announcement
         kv, leases = await published(two.source, name)
-        await receives(two.reader, name, kv, two.source.source())
+        await two.reader.gets(name, kv, source=two.source.source())
         assert await leases[0].ended() is LeaseState.RELEASED
         if await two.was_announced(name):
             return
@@ -77,7 +76,7 @@ async def test_what_is_published_anew_is_read_and_not_what_was_announced_before(
     kv, blocks = two.source.filled(80)
     await two.source.publish(request_id, blocks, 40, more=True)  # progressive leases are not announced
     await two.source.publish(request_id, blocks, 80)
-    await receives(two.reader, request_id, kv, two.source.source())
+    await two.reader.gets(request_id, kv, source=two.source.source())
     assert not await two.was_announced(request_id)
 
 
@@ -127,6 +126,5 @@ async def test_a_strict_source_announces_nothing(daemons: Daemons, stack: AsyncE
     reader, _ = await engine_on(stack, "reader-strict", far[0])
     strict = Two(source, reader, router, far[0])
     for name in ("first", "second"):
-        kv, _ = await published(source, name)
-        await receives(reader, name, kv, source.source())
+        await reads_from(reader, source, name)
         assert not await strict.was_announced(name)

@@ -10,7 +10,7 @@ import pytest
 from fleet import Daemons, until
 from lives import engine_on
 from pair import MANY
-from ranks import HND, Kv, Shape, TestEngine
+from ranks import HND, Shape, TestEngine
 from slots import gauge
 
 from kvferry.router import RouterClient
@@ -29,12 +29,9 @@ async def arenas(daemons: list[DaemonService]) -> list[float]:
 
 async def moves(source: TestEngine, reader: TestEngine, router: RouterClient, request_id: str, tokens: int) -> str:
     """Publish, receive, compare every byte; the way it went."""
-    kv, blocks, published = Kv.random(tokens), reader.take(tokens), source.take(tokens)
-    source.write(kv, published)
-    expected = reader.expecting(kv, blocks)
+    kv, published = source.filled(tokens)
     await source.publish(request_id, published, tokens)
-    await reader.receive(request_id, blocks, source=source.source())
-    assert not reader.differences(expected)
+    await reader.gets(request_id, kv, source=source.source())
     (record,) = await router.transfers(request_id)
     return record.path
 

@@ -53,10 +53,7 @@ def written(engine: TestEngine, tokens: int = ALL) -> tuple[Kv, Blocks]:
 async def test_what_arrives_whole_is_done(scene: Scene, request_id: str, way: str) -> None:
     kv, blocks = written(scene.source)
     leases = await scene.source.publish(request_id, blocks, ALL)
-    reserved = scene.reader.take(ALL)
-    expected = scene.reader.expecting(kv, reserved)
-    await scene.reader.receive(request_id, reserved, source=scene.source.source(), way=way)
-    assert not scene.reader.differences(expected)
+    await scene.reader.gets(request_id, kv, source=scene.source.source(), way=way)
     await asyncio.gather(*(lease.ended() for lease in leases))
 
 

@@ -30,10 +30,7 @@ async def test_a_lease_for_two_readers_is_released_by_the_second(
     await pair.decode.receive(request_id, pair.decode.take(TOKENS), source=pair.prefill.source())
     (held,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
     assert held.state is LeaseState.PUBLISHED
-    blocks = third.take(TOKENS)
-    expected = third.expecting(kv, blocks)
-    await third.receive(request_id, blocks, source=pair.prefill.source())
-    assert not third.differences(expected)
+    await third.gets(request_id, kv, source=pair.prefill.source())
     assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
 
 
@@ -73,12 +70,9 @@ async def test_nothing_of_an_old_epoch_is_served_and_the_new_one_is_found(
         await third.receive(f"{request_id}-stale", third.take(50), source=old.source(epoch=old.epoch))
     assert failed.value.code == "stale_epoch"
 
-    kv, blocks, own = Kv.random(50), new.take(50), third.take(50)
-    new.write(kv, blocks)
+    kv, blocks = new.filled(50)
     await new.publish(request_id, blocks, 50)
-    expected = third.expecting(kv, own)
-    await third.receive(request_id, own, source=new.source(epoch=new.epoch))
-    assert not third.differences(expected)
+    await third.gets(request_id, kv, source=new.source(epoch=new.epoch))
 
 
 async def test_a_reader_shakes_hands_anew_by_itself_when_its_source_has_started_anew(
@@ -86,9 +80,6 @@ async def test_a_reader_shakes_hands_anew_by_itself_when_its_source_has_started_
 ) -> None:
     for turn in range(3):
         engine = phoenix[-1] if turn == 0 else await start_anew(phoenix)
-        kv, blocks, own = Kv.random(50), engine.take(50), third.take(50)
-        engine.write(kv, blocks)
+        kv, blocks = engine.filled(50)
         await engine.publish(f"{request_id}-{turn}", blocks, 50)
-        expected = third.expecting(kv, own)
-        await third.receive(f"{request_id}-{turn}", own, source=engine.source())
-        assert not third.differences(expected)
+        await third.gets(f"{request_id}-{turn}", kv, source=engine.source())

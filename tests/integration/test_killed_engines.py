@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, owned_regions, retired, until
-from lives import TP1, engine_on, killable, published, receives
+from lives import TP1, engine_on, killable, published
 from pair import Pair, all_read, is_in
 from ranks import Kv, TestEngine
 
@@ -46,7 +46,7 @@ async def test_what_a_killed_engine_published_stays_readable_and_then_its_memory
     assert [lease.request_id for lease in await router.leases()] == [request_id]
     assert not (await router.ready()).ready
     source = SourceBody(engine_id="mortal-a", address=daemon.peer)
-    await receives(pair.decode, request_id, Kv.random(50, seed=1), source)
+    await pair.decode.gets(request_id, Kv.random(50, seed=1), source=source)
 
     async def retired() -> bool:
         return not await router.engines() and not owned_regions(daemon)

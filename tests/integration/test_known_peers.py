@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from fleet import Daemons, until
-from lives import engine_on, published, receives
+from lives import engine_on, published, reads_from
 from ranks import Shape, TestEngine
 
 from kvferry.errors import KvferryError
@@ -52,13 +52,11 @@ async def test_a_known_peer_is_met_before_any_order_and_again_in_a_new_epoch(
     reader, router = await engine_on(stack, "known-reader", knowing)
     source, _ = await engine_on(stack, "known-source", far)  # it comes later
     await met(router, source)
-    kv, _ = await published(source, "first")
-    await receives(reader, "first", kv, source.source())
+    await reads_from(reader, source, "first")
     await source.close()
     again, _ = await engine_on(stack, "known-source", far)
     await met(router, again)
-    kv, _ = await published(again, "second")
-    await receives(reader, "second", kv, again.source())
+    await reads_from(reader, again, "second")
 
 
 async def test_ranks_of_one_engine_that_are_known_to_each_other_do_not_meet(
@@ -85,7 +83,7 @@ async def test_an_order_that_waits_for_its_reservation_shakes_hands_meanwhile(
     ordered = await router.order(OrderBody(request_id="ahead", source=source.source()))
     await met(router, source)
     assert (await router.transfer(ordered.transfer_id)).waits_for is Awaited.RESERVATION
-    await receives(reader, "ahead", kv, source.source())
+    await reader.gets("ahead", kv, source=source.source())
 
 
 async def test_what_an_order_names_owns_an_engine_id_that_a_known_peer_only_claimed(
@@ -98,8 +96,7 @@ async def test_what_an_order_names_owns_an_engine_id_that_a_known_peer_only_clai
     reader, router = await engine_on(stack, "claimed-reader", asked)
     await met(router, claimed)
     await published(claimed, "r")
-    kv, _ = await published(real, "r")
-    await receives(reader, "r", kv, real.source())
+    await reads_from(reader, real, "r")
     with pytest.raises(KvferryError) as refused:  # from now on nobody else is
         await router.prewarm(PeerRequest(engine_id="claimed", address=claimed.address))
     assert refused.value.code == "engine_taken"
@@ -113,5 +110,5 @@ async def test_a_known_peer_that_serves_two_engines_is_left_to_orders(
     await engine_on(stack, "two-second", far)
     reader, router = await engine_on(stack, "two-reader", knowing)
     kv, _ = await published(first, "two")
-    await receives(reader, "two", kv, SourceBody(engine_id=first.engine_id, address=first.address))
+    await reader.gets("two", kv, source=SourceBody(engine_id=first.engine_id, address=first.address))
     assert "two-second" not in await peers(router)

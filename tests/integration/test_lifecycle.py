@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, ended, until
-from lives import engine_on, published, receives
+from lives import engine_on, published, reads_from
 from pair import Pair
 from ranks import Kv
 
@@ -49,7 +49,7 @@ async def test_sigterm_waits_until_leases_are_read_and_then_exits_0(
     assert (refused.value.code, refused.value.status) == ("draining", 503)
     assert daemon.process.poll() is None
 
-    await receives(pair.decode, request_id, kv, engine.source())
+    await pair.decode.gets(request_id, kv, source=engine.source())
     assert await leases[0].ended() is LeaseState.RELEASED
     assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
     await asyncio.wait_for(engine.ranks[0].client.closed.wait(), TIMEOUT_S)
@@ -73,7 +73,7 @@ async def test_a_drain_that_is_asked_for_does_not_end_the_daemon(
     kv, _ = await published(engine, request_id)
     assert not (await router.drain()).drained
     waiting = asyncio.create_task(router.drain(wait_s=20))
-    await receives(pair.decode, request_id, kv, engine.source())
+    await pair.decode.gets(request_id, kv, source=engine.source())
     assert (await waiting).drained
     assert await router.healthy()
     await router.cancel_drain()
@@ -91,7 +91,7 @@ async def test_a_drain_can_be_taken_back_and_the_log_says_who_asked(
     assert (left.draining, left.leases, left.drained) == (False, 1, False)
     assert (await router.cancel_drain()).draining is False  # idempotent
     assert (await router.ready()).ready
-    await receives(pair.decode, request_id, kv, engine.source())
+    await pair.decode.gets(request_id, kv, source=engine.source())
     assert await leases[0].ended() is LeaseState.RELEASED
     assert not draining.is_set()  # events come in order
     log = daemon.tail()
@@ -170,8 +170,7 @@ async def test_the_next_start_cleans_up_after_a_killed_daemon(
     (again,) = await daemons.start("killed")
     assert again.socket == daemon.socket
     anew, _ = await engine_on(stack, "killed", again)
-    kv, _ = await published(anew, request_id)
-    await receives(pair.decode, request_id, kv, anew.source())
+    await reads_from(pair.decode, anew, request_id)
 
 
 async def test_a_reader_of_a_killed_daemon_fails_cleanly_and_its_blocks_become_safe(

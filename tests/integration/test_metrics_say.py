@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 from fleet import Daemons
-from lives import TP1, engine_on, published, receives
+from lives import TP1, engine_on, published
 from pair import Pair
 from prometheus_client.parser import text_string_to_metric_families
 from ranks import STATE_NBYTES, TOKEN_NBYTES, Kv
@@ -44,7 +44,7 @@ async def test_probes_and_metrics_say_what_is_so(
     source = pair.prefill.take(50)
     pair.prefill.write(kv, source)
     await pair.prefill.publish(request_id, source, 50)
-    await receives(engine, request_id, kv, pair.prefill.source())
+    await engine.gets(request_id, kv, source=pair.prefill.source())
     await engine.outcomes(f"{request_id}-late", engine.take(50), deadline_s=0.05)
     with pytest.raises(DaemonError):
         await router.order(OrderBody(request_id="x", source=SourceBody(engine_id="prefill", address="192.0.2.1:7411")))

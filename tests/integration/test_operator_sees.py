@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, until
-from lives import engine_on, published, receives
+from lives import engine_on, published, reads_from
 from ranks import Shape, TestEngine
 
 from kvferry import __version__
@@ -50,8 +50,7 @@ class Scene:
         return self.reader.daemons[0]
 
     async def moved(self, request_id: str) -> None:
-        kv, _ = await published(self.source, request_id)
-        await receives(self.reader, request_id, kv, self.source.source())
+        await reads_from(self.reader, self.source, request_id)
 
     async def well(self) -> bool:
         """Whether the source is read from again, and nothing warns of it."""
@@ -264,8 +263,7 @@ async def test_a_source_that_has_died_is_named_with_how_it_does_not_answer(
 ) -> None:
     (mortal,) = await daemons.start("mortal")
     source, _ = await engine_on(stack, "mortal-source", mortal)
-    kv, _ = await published(source, request_id)
-    await receives(scene.reader, request_id, kv, source.source())
+    await reads_from(scene.reader, source, request_id)
     mortal.process.kill()
     mortal.process.wait(TIMEOUT_S)
     gone = SourceBody(engine_id="mortal-source", address=mortal.peer)

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 from fleet import SPOKEN, Daemons, Joining, ended, peer_stub, refusal, retired, serving, until
 from pair import Pair
-from ranks import HND, Blocks, Kv, Rank, Shape, TestEngine, start_rank
+from ranks import HND, Blocks, Rank, Shape, TestEngine, start_rank
 
 from kvferry.engine import TransferFailed
 from kvferry.router import DaemonError, RouterClient
@@ -165,12 +165,9 @@ async def test_two_engines_may_share_daemons_and_read_from_each_other(
     other = await TestEngine.start("other", two, Shape.tp(2, axes=HND, block_size=5, num_blocks=60))
     try:
         for source, reader in ((one, other), (other, one)):
-            kv, blocks, reserved = Kv.random(60), source.take(60), reader.take(60)
-            source.write(kv, blocks)
+            kv, blocks = source.filled(60)
             await source.publish(request_id, blocks, 60)
-            expected = reader.expecting(kv, reserved)
-            await reader.receive(request_id, reserved, source=source.source(1))
-            assert not reader.differences(expected)
+            await reader.gets(request_id, kv, source=source.source(1))
     finally:
         await one.close()
         await other.close()

@@ -52,12 +52,9 @@ async def all_slots_are_back(staged: Pair) -> AsyncIterator[None]:
 
 async def moves(source: TestEngine, reader: TestEngine, router: RouterClient, request_id: str, tokens: int) -> str:
     """Publish, receive, compare every byte; the way it went."""
-    kv, blocks, published = Kv.random(tokens), reader.take(tokens), source.take(tokens)
-    source.write(kv, published)
-    expected = reader.expecting(kv, blocks)
+    kv, published = source.filled(tokens)
     leases = await source.publish(request_id, published, tokens, metadata=b"first")
-    received = await reader.receive(request_id, blocks, source=source.source())
-    assert not reader.differences(expected)
+    received = await reader.gets(request_id, kv, source=source.source())
     assert [each.metadata for each in received] == [b"first"] * len(received)
     assert sum(each.nbytes for each in received) == tokens * TOKEN_NBYTES + STATE_NBYTES
     assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * len(leases)
@@ -116,10 +113,7 @@ async def test_blocks_that_were_packed_for_a_reader_that_fails_are_packed_again_
 
 async def test_a_lease_is_released_only_when_all_its_readers_have_been_packed(staged: Pair, request_id: str) -> None:
     kv, leases = await prefilled(staged, request_id, readers=2)
-    blocks = staged.decode.take(TOKENS)
-    expected = staged.decode.expecting(kv, blocks)
-    await staged.decode.receive(request_id, blocks, source=staged.prefill.source())
-    assert not staged.decode.differences(expected)
+    await staged.decode.gets(request_id, kv, source=staged.prefill.source())
     assert request_id in {lease.request_id for lease in await staged.prefill_routers[0].leases()}
     await staged.prefill_routers[0].abort_request(request_id)
     assert {await lease.ended() for lease in leases} == {LeaseState.REVOKED}
@@ -137,17 +131,13 @@ async def test_a_prefix_that_is_cached_is_not_touched(
 ) -> None:
     kv, _ = await prefilled(staged, request_id)
     blocks = staged.decode.take(TOKENS, first_token)
-    expected = staged.decode.expecting(kv, blocks, (start, TOKENS))
-    await staged.decode.receive(request_id, blocks, (start, TOKENS), source=staged.prefill.source())
-    assert not staged.decode.differences(expected)
+    await staged.decode.gets(request_id, kv, blocks, (start, TOKENS), source=staged.prefill.source())
 
 
 async def test_a_group_that_is_wholly_cached_is_not_moved(staged: Pair, request_id: str) -> None:
     kv, _ = await prefilled(staged, request_id)
     blocks = staged.decode.take(TOKENS, paged=False)
-    expected = staged.decode.expecting(kv, blocks)
-    received = await staged.decode.receive(request_id, blocks, (0, TOKENS), source=staged.prefill.source())
-    assert not staged.decode.differences(expected)
+    received = await staged.decode.gets(request_id, kv, blocks, (0, TOKENS), source=staged.prefill.source())
     assert sum(each.nbytes for each in received) == STATE_NBYTES
 
 
@@ -321,13 +311,10 @@ async def test_what_is_published_anew_is_packed_and_not_what_was_announced_befor
         (old,) = await source.publish(request_id, source.take(80), 80)
         await router.revoke_lease(request_id)
         assert await old.ended() is LeaseState.REVOKED
-        kv, published, blocks = Kv.random(80), source.take(80), reader.take(80)
-        source.write(kv, published)
-        expected = reader.expecting(kv, blocks)
+        kv, published = source.filled(80)
         await source.publish(request_id, published, 40, more=True)  # progressive leases are not announced
         await source.publish(request_id, published, 80)
-        await reader.receive(request_id, blocks, source=source.source())
-        assert not reader.differences(expected)
+        await reader.gets(request_id, kv, source=source.source())
 
 
 async def test_an_announced_lease_that_was_revoked_is_not_packed(warm: Warm, request_id: str) -> None:

@@ -41,12 +41,9 @@ async def engines(shared_daemons: Daemons) -> AsyncIterator[dict[str, TestEngine
 
 async def test_strict_daemons_move_every_byte(engines: dict[str, TestEngine], request_id: str) -> None:
     source, reader = engines["strict-p"], engines["strict-d"]
-    kv, blocks, published = Kv.random(300), reader.take(300), source.take(300)
-    source.write(kv, published)
-    expected = reader.expecting(kv, blocks)
+    kv, published = source.filled(300)
     await source.publish(request_id, published, 300)
-    await reader.receive(request_id, blocks, source=source.source())
-    assert not reader.differences(expected)
+    await reader.gets(request_id, kv, source=source.source())
     async with RouterClient(reader.daemons[0].url) as router:
         (record,) = await router.transfers(request_id)
         assert record.path == "staged"

@@ -120,12 +120,9 @@ async def test_tables_by_rank_may_name_other_blocks_on_every_rank(pair: Pair, re
 
 
 async def test_a_later_turn_flows_from_decode_to_prefill(pair: Pair, request_id: str) -> None:
-    kv, blocks, source = Kv.random(77), pair.prefill.take(77), pair.decode.take(77)
-    pair.decode.write(kv, source)
-    expected = pair.prefill.expecting(kv, blocks)
+    kv, source = pair.decode.filled(77)
     leases = await pair.decode.publish(request_id, source, 77)
-    await pair.prefill.receive(request_id, blocks, source=pair.decode.source(2))
-    assert not pair.prefill.differences(expected)
+    await pair.prefill.gets(request_id, kv, source=pair.decode.source(2))
     assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 3
 
 
@@ -178,9 +175,7 @@ async def test_a_prefix_that_is_cached_is_not_touched(
 ) -> None:
     kv, _ = await prefilled(pair, request_id)
     blocks = pair.decode.take(TOKENS, first_token)
-    expected = pair.decode.expecting(kv, blocks, (start, TOKENS))
-    received = await pair.decode.receive(request_id, blocks, (start, TOKENS), source=pair.prefill.source())
-    assert not pair.decode.differences(expected)
+    received = await pair.decode.gets(request_id, kv, blocks, (start, TOKENS), source=pair.prefill.source())
     moved = TOKENS - max(first_token, start)
     assert sum(each.nbytes for each in received) == moved * TOKEN_NBYTES + STATE_NBYTES
 
@@ -188,9 +183,7 @@ async def test_a_prefix_that_is_cached_is_not_touched(
 async def test_a_group_that_is_wholly_cached_is_not_moved(pair: Pair, request_id: str) -> None:
     kv, _ = await prefilled(pair, request_id)
     blocks = pair.decode.take(TOKENS, paged=False)
-    expected = pair.decode.expecting(kv, blocks)
-    received = await pair.decode.receive(request_id, blocks, (0, TOKENS), source=pair.prefill.source())
-    assert not pair.decode.differences(expected)
+    received = await pair.decode.gets(request_id, kv, blocks, (0, TOKENS), source=pair.prefill.source())
     assert sum(each.nbytes for each in received) == STATE_NBYTES
 
 

@@ -7,8 +7,9 @@ import socket
 from dataclasses import dataclass
 
 import httpx
+from lives import published
 from pair import Pair
-from ranks import Kv, Shape, TestEngine
+from ranks import Shape, TestEngine
 
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState
@@ -31,12 +32,8 @@ class Victim:
 
 
 async def a_good_transfer(pair: Pair, victim: Victim, request_id: str) -> None:
-    kv, blocks, reserved = Kv.random(50), pair.prefill.take(50), victim.engine.take(50)
-    pair.prefill.write(kv, blocks)
-    leases = await pair.prefill.publish(request_id, blocks, 50)
-    expected = victim.engine.expecting(kv, reserved)
-    await victim.engine.receive(request_id, reserved, source=pair.prefill.source())
-    assert not victim.engine.differences(expected)
+    kv, leases = await published(pair.prefill, request_id)
+    await victim.engine.gets(request_id, kv, source=pair.prefill.source())
     assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
 
 

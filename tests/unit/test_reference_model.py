@@ -280,13 +280,18 @@ def test_prefix_hashes_cover_full_blocks_and_everything_before_them():
     assert not set(a) & set(b)
 
 
-def test_a_known_prefix_survives_its_holder_until_its_blocks_are_needed():
-    pool = BlockPool(4)
-    first = pool.take([], 3)
-    hashes = list(prefix_hashes(range(6), 2))
-    for block, digest in zip(first, hashes, strict=True):
+def remembering(num_blocks):
+    """(a pool, three blocks of it that are free again, the hashes of the prefix that they hold)"""
+    pool, hashes = BlockPool(num_blocks), list(prefix_hashes(range(6), 2))
+    blocks = pool.take([], 3)
+    for block, digest in zip(blocks, hashes, strict=True):
         pool.remember(block, digest)
-    pool.release(first)
+    pool.release(blocks)
+    return pool, blocks, hashes
+
+
+def test_a_known_prefix_survives_its_holder_until_its_blocks_are_needed():
+    pool, first, hashes = remembering(4)
     assert pool.find(hashes) == first
     again = pool.take(pool.find(hashes[:2]), 1)
     assert again[:2] == first[:2]
@@ -298,12 +303,7 @@ def test_a_known_prefix_survives_its_holder_until_its_blocks_are_needed():
 
 
 def test_the_end_of_a_prefix_is_reused_before_its_beginning():
-    pool = BlockPool(3)
-    blocks = pool.take([], 3)
-    hashes = list(prefix_hashes(range(6), 2))
-    for block, digest in zip(blocks, hashes, strict=True):
-        pool.remember(block, digest)
-    pool.release(blocks)
+    pool, blocks, hashes = remembering(3)
     pool.take([], 1)
     assert pool.find(hashes) == blocks[:2]
 

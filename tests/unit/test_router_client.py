@@ -171,15 +171,19 @@ def test_an_answer_that_is_not_a_daemons_is_called_that(status: int, body: bytes
     assert error.remedy
 
 
+async def unanswered(url: str) -> DaemonError:
+    async with RouterClient(url, timeout_s=2) as client:
+        assert await client.healthy() is False
+        with pytest.raises(DaemonError) as raised:
+            await client.order(ORDER)
+        return raised.value
+
+
 def test_nobody_there_is_daemon_unreachable() -> None:
     async def nobody() -> DaemonError:
         async with answering() as (url, _):
             pass
-        async with RouterClient(url, timeout_s=2) as client:
-            assert await client.healthy() is False
-            with pytest.raises(DaemonError) as raised:
-                await client.order(ORDER)
-            return raised.value
+        return await unanswered(url)
 
     error = asyncio.run(nobody())
     assert (error.code, error.status) == ("daemon_unreachable", 0)
@@ -188,14 +192,7 @@ def test_nobody_there_is_daemon_unreachable() -> None:
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://h:x", "http://\ud800:1", "http://h/\ud800", "http://\0:1"])
 def test_an_address_that_is_none_is_refused_by_name(url: str) -> None:
-    async def asked() -> DaemonError:
-        async with RouterClient(url, timeout_s=2) as client:
-            assert await client.healthy() is False
-            with pytest.raises(DaemonError) as raised:
-                await client.order(ORDER)
-            return raised.value
-
-    error = asyncio.run(asked())
+    error = asyncio.run(unanswered(url))
     assert (error.code, error.field) == ("malformed_url", "url")
 
 
