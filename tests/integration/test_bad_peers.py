@@ -22,7 +22,7 @@ from victim import NOWHERE, Victim
 from kvferry.engine import TransferFailed
 from kvferry.outbox import SEVERAL
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
-from kvferry.schemas import LeaseState
+from kvferry.schemas import DestinationBody, LeaseState, OrderBody, SourceBody
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import tables_to_proto
 
@@ -182,6 +182,12 @@ async def test_an_order_between_ranks_is_checked_like_any_other(daemons: Daemons
             error = await refusal(stub.Lead(asked))
             assert (error.code, error.field) == ("malformed_order", field)
         numbered = {"engine_id": "of-two", "key": played.key}
+        of_another = OrderBody(
+            request_id="r", source=SourceBody(engine_id="prefill", address="127.0.0.1:9"),
+            destination=DestinationBody(engine_id="another"),
+        )  # fmt: skip
+        error = await refusal(stub.Lead(peer_pb2.LeadRequest(**numbered, order=of_another.model_dump_json().encode())))
+        assert (error.code, error.field) == ("malformed_order", "order.destination.engine_id")
         for call, request, code in (
             (stub.Record, peer_pb2.RecordRequest(**numbered, transfer_id="x"), "unknown_transfer"),
             (stub.Record, peer_pb2.RecordRequest(**numbered, transfer_id="x", wait_s=math.inf), "malformed_seconds"),

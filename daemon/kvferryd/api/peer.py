@@ -200,6 +200,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
             body = OrderBody.model_validate_json(request.order)
         except ValidationError as error:
             raise first_breach(error, "order", "malformed_order", "see POST /v1/transfers") from None
+        named = body.destination.engine_id if body.destination else None
+        if named not in (None, engine.engine_id):
+            why, remedy = f"a rank of engine {engine.engine_id} gives it an order for another", "ask that one's daemons"
+            raise Malformed("malformed_order", why, field="order.destination.engine_id", value=named, remedy=remedy)
         ordered, created = self._ferry.lead(engine, body, logs.Trace.of(request))
         return peer_pb2.LeadReply(ordered=ordered.model_dump_json().encode(), created=created)
 
