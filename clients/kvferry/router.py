@@ -294,8 +294,8 @@ class RouterClient:
             async with asyncio.timeout(timeout_s):
                 try:
                     return await self._http.send(request)
-                except httpx.RemoteProtocolError:
-                    # The daemon closed an idle connection while the request was on its way.
+                except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                    # The daemon closed an idle connection while the request was on its way: an end, or a reset.
                     return await self._http.send(request)
         except (httpx.HTTPError, TimeoutError) as error:
             late = isinstance(error, httpx.TimeoutException | TimeoutError)

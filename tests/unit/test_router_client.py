@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -118,9 +120,12 @@ def test_a_drained_daemon_says_so(daemon: DaemonService) -> None:
 # against answers byte by byte
 
 
+RESET = b"reset"
+
+
 @asynccontextmanager
 async def answering(*answers: bytes, hold: bool = False) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A canned answer per connection; an empty one closes it. Yields the URL and the requests as they come."""
+    """A canned answer per connection; an empty one closes it, RESET resets it. Yields the URL and the requests."""
     left, requests = list(answers), list[bytes]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,7 +134,11 @@ async def answering(*answers: bytes, hold: bool = False) -> AsyncIterator[tuple[
         requests.append(head + await reader.readexactly(length))
         if hold:
             await reader.read()
-        writer.write(left.pop(0) if left else b"")
+        if (answer := left.pop(0) if left else b"") == RESET:
+            at_once = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        else:
+            writer.write(answer)
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -169,6 +178,20 @@ def test_an_answer_that_is_not_a_daemons_is_called_that(status: int, body: bytes
     error = asyncio.run(failure(http(status, body)))
     assert (error.code, error.status) == ("malformed_answer", status)
     assert error.remedy
+
+
+@pytest.mark.parametrize("closed", [b"", RESET], ids=["at its end", "by a reset"])
+def test_an_order_whose_connection_the_daemon_has_closed_meanwhile_is_sent_again(closed: bytes) -> None:
+    """A reset comes where the daemon had closed before the order was on its way."""
+
+    async def ordered() -> list[bytes]:
+        ordered = http(202, {"transfer_id": "t", "state": "waiting"})
+        async with answering(closed, ordered) as (url, requests), RouterClient(url) as client:
+            assert (await client.order(ORDER)).transfer_id == "t"
+            return requests
+
+    first, again = asyncio.run(ordered())
+    assert first == again
 
 
 async def unanswered(url: str) -> DaemonError:
