@@ -7,7 +7,10 @@ from by_events import ByEvents
 
 from kvferry.errors import Full, PeerFailed
 from kvferry.protocol import events as e
+from kvferry.protocol import keeper_events as ke
 from kvferry.protocol import peers_events as pe
+from kvferry.protocol.keeper import Keeper
+from kvferry.protocol.kept import Alarms
 from kvferry.protocol.peers import NAMES, Peers
 from kvferry.protocol.peers_homes import Homes
 from kvferry.protocol.peers_wanted import Wanted
@@ -93,3 +96,35 @@ def test_a_lease_that_is_closed_without_bytes_is_not_counted_as_read() -> None:
         reader.closes(reader.opens(), nbytes=nbytes)
     serving = source.source.streams[reader.stream]
     assert (serving.read, serving.nbytes) == (1, 5)
+
+
+def test_a_rank_that_finishes_an_older_lease_is_not_remembered() -> None:
+    source = ByEvents()
+    source.publish(number=2)
+    source.finish(lease=1)
+    assert source.source.leases.sizes()["early"] == 0
+
+
+def test_timers_that_are_set_anew_take_bounded_room() -> None:
+    alarms = Alarms[int]()
+    for at in range(10, 0, -1):
+        for key in range(100):
+            alarms.set(key, float(at))
+            assert alarms.entries <= 2 * len(alarms) + Alarms.SLACK
+    assert alarms.due(1.0) == list(range(100))
+    assert alarms.next() is None
+
+
+def test_a_daemon_that_cannot_be_started_is_tried_again_when_the_report_says() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1)):
+        keeper.on(event, 1.0)
+    (report,) = keeper.on(ke.NotStarted(2, "no memory"), 1.0)
+    assert isinstance(report, ke.Report)
+    assert "in 10 s" in report.what
+    assert keeper.next_timer() == 11.0
+    keeper.on(ke.Died(1, 9, "killed"), 3.0)
+    (report,) = keeper.on(ke.NotStarted(3, "no memory"), 3.0)
+    assert isinstance(report, ke.Report)
+    assert "nobody serves; it is tried again in 4 s" in report.what
+    assert keeper.next_timer() == 7.0
