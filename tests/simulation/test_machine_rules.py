@@ -5,16 +5,23 @@ from __future__ import annotations
 import pytest
 from by_events import ByEvents
 
-from kvferry.errors import Full, PeerFailed
+from kvferry.errors import Conflict, Full, PeerFailed
+from kvferry.protocol import book_events as be
 from kvferry.protocol import events as e
 from kvferry.protocol import keeper_events as ke
+from kvferry.protocol import leader_events as le
+from kvferry.protocol import packing_events as pk
 from kvferry.protocol import peers_events as pe
+from kvferry.protocol.attempts import Attempt, ReadingRank
+from kvferry.protocol.book import Book
 from kvferry.protocol.keeper import Keeper
 from kvferry.protocol.kept import Alarms
+from kvferry.protocol.leader import TOLD_AGAIN, Leader
+from kvferry.protocol.packing import IDLE_S, Packing
 from kvferry.protocol.peers import NAMES, Peers
 from kvferry.protocol.peers_homes import Homes
-from kvferry.protocol.peers_wanted import Wanted
-from kvferry.protocol.values import ReaderId, Reading
+from kvferry.protocol.peers_wanted import AT_ONCE, Wanted
+from kvferry.protocol.values import Publication, ReaderId, Reading, Terms, View
 from kvferry.protocol.waits import Waits
 
 HOME = pe.Home("1", ("h",))
@@ -128,3 +135,124 @@ def test_a_daemon_that_cannot_be_started_is_tried_again_when_the_report_says() -
     assert isinstance(report, ke.Report)
     assert "nobody serves; it is tried again in 4 s" in report.what
     assert keeper.next_timer() == 7.0
+
+
+def test_so_many_addresses_are_asked_at_a_time() -> None:
+    wanted = Wanted()
+    wanted.want(tuple(f"a{number}" for number in range(3 * AT_ONCE)))
+    asked = wanted.next(0.0)
+    assert asked == [f"a{number}" for number in range(AT_ONCE)]
+    assert wanted.next(0.0) == []
+    wanted.found("a0", 1)
+    assert wanted.next(0.0) == [f"a{AT_ONCE}"]
+
+
+def test_timers_of_one_time_ring_in_the_order_in_which_they_were_set() -> None:
+    alarms = Alarms[str]()
+    for key in "cab":
+        alarms.set(key, 1.0)
+    assert alarms.due(1.0) == ["c", "a", "b"]
+
+
+def test_a_reader_of_a_publish_that_waits_for_its_fence_is_told_nothing() -> None:
+    source = ByEvents()
+    source.publish(fence=1)
+    reader = source.reader()
+    assert reader.hears(reader.opens()) is None
+
+
+def test_an_upgrade_is_loaded_beside_a_daemon_that_does_not_serve_yet() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1), ke.NotStarted(2, "no memory")):
+        keeper.on(event, 1.0)
+    assert [each for each in keeper.on(ke.Died(1, 9, "killed"), 30.0) if isinstance(each, ke.Start)] == [ke.Start(3)]
+    assert ke.Start(4) in keeper.on(ke.Upgrade(), 31.0)
+
+
+def test_a_call_that_is_left_after_its_end_or_again_is_told_nothing() -> None:
+    book = Book()
+    (sent,) = book.on(be.Publish("call", "lease", "r"))
+    assert isinstance(sent, be.Send)
+    assert sent.number == 1
+    assert [type(each) for each in book.on(be.Leave("call"))] == [be.SendAbort]
+    assert book.on(be.Leave("call")) == []
+    assert book.on(be.Leave("another")) == []
+
+
+def test_what_is_published_next_follows_what_waits_for_its_fence() -> None:
+    source = ByEvents()
+    source.publish(num_tokens=8, more=True, fence=1)
+    with pytest.raises(Conflict, match="had 8 tokens published already"):
+        source.publish(num_tokens=4, more=True)
+
+
+def test_a_handshake_that_fails_forgets_no_other_peer() -> None:
+    peers = Peers("own", 10.0)
+    met(peers, "h")
+    (shake,) = peers.on(pe.Get(2, "q", "elsewhere"), 0.0)
+    assert isinstance(shake, pe.Shake)
+    assert pe.Unload(1) not in peers.on(pe.Unmet(shake.number, SILENT), 0.0)
+    assert peers.known("p") is not None
+
+
+def test_words_of_a_daemon_that_is_not_known_are_dropped() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1)):
+        keeper.on(event, 1.0)
+    assert [keeper.on(event, 2.0) for event in (ke.Loaded(9, 5.0), ke.Serves(9), ke.Died(9, 1, "ended"))] == [
+        [],
+        [],
+        [],
+    ]
+    assert keeper.on(ke.Serves(1), 2.0) == []
+
+
+def test_a_reader_that_reads_what_was_packed_has_more_time_for_the_rest() -> None:
+    at = pk.At(Reading(1, 1), 1)
+    packing = Packing(e.Pack(at.reading, at.number, 2, True, None))
+    packing.begin(View(Terms("r", 1, 7, 60.0, 1), Publication({}, 0, b"", more=False), 1))
+    packing.on(pk.WasCut(at), 0.0)
+    packing.on(pk.Want(at, (0, 1)), 0.0)
+    for chunk in (0, 1):
+        packing.on(pk.Gathered(at, chunk), 0.0)
+    assert packing.take() is not None
+    packing.on(pk.Want(at, read=(0,)), 5.0)
+    assert packing.on(pk.Idle(at), IDLE_S) == [pk.SetIdle(at, 5.0 + IDLE_S)]
+    assert pk.Forget(at) in packing.on(pk.Idle(at), 5.0 + IDLE_S)
+
+
+def test_a_peer_that_was_forgotten_is_not_renewed_while_it_is_used() -> None:
+    peers = Peers("own", 10.0)
+    met(peers, "h")
+    peers.on(pe.Use(1), 0.0)
+    peers.on(pe.Forget(1), 0.0)
+    (refused,) = peers.on(pe.Renew(5, 1), 0.0)
+    assert isinstance(refused, pe.Refused)
+    assert refused.why.code == "peer_lost"
+
+
+def test_so_many_refusals_are_told_again() -> None:
+    leader = Leader()
+    end = le.End(ReadingRank("decode", "1", 1, 1), "r", Attempt(1), "full", failed=True)
+    told = [leader.on(le.Refused(end, (1,), 60.0), 0.0) for _ in range(TOLD_AGAIN + 1)]
+    tells = [each for effects in told for each in effects if isinstance(each, le.Tell)]
+    assert [leader.on(le.Told(each.tell, lost=True), 1.0) == [] for each in (tells[0], tells[-1])] == [False, True]
+
+
+def test_a_publish_that_is_refused_leaves_what_was_published_unless_it_withdraws() -> None:
+    for withdraw in (False, True):
+        book = Book()
+        (first,) = book.on(be.Publish("first", "lease", "r", more=True))
+        assert isinstance(first, be.Send)
+        book.on(be.Answered(first.id))
+        (second,) = book.on(be.Publish("second", "lease", "r", withdraw=withdraw))
+        assert isinstance(second, be.Send)
+        (end,) = book.on(be.Answered(second.id, Full("full", "for a while")))
+        assert isinstance(end, be.SendAbort if withdraw else be.Refused)
+
+
+def test_bytes_of_a_rank_that_opened_nothing_are_counted() -> None:
+    source = ByEvents()
+    source.publish(readers=2)
+    source.reader().finishes(nbytes=5)
+    assert source.account().nbytes == 5

@@ -463,7 +463,7 @@ class Run:
             self._check_one_lease(part.receive)
         elif code == "lease_ended":
             self._check_why_ended(part.receive.request_id)
-        elif code in ("internal", "protocol", "malformed_read", "malformed_pack", "not_opened"):
+        elif code in ("internal", "protocol", "malformed_read", "malformed_pack"):
             raise Violation(f"between daemons of ours: {code}", ended.problem.message)
         if ended.blocks_safe and part.holds is None:
             self._free(part)

@@ -98,6 +98,16 @@ def other(world: World) -> Rank:
 # ---- orders by REST ----
 
 
+def test_an_order_that_brings_the_same_tables_again_is_the_same(rank: Rank) -> None:
+    first, new = rank.order_tables(0)
+    assert new
+    assert rank.order_tables(0) == (first, False)
+    with refused("order_conflict", "with other tables"):
+        rank.order_tables(2)
+    with refused("order_conflict", "was ordered already, otherwise"):
+        rank.order(replace(ORDER, address="127.0.0.1:7002"), brought={0: _into(0)})
+
+
 @pytest.mark.parametrize(
     "otherwise",
     [{"order": replace(ORDER, way="direct")}, {"request_id": "s"}, {"number": 1}, {"brought": {0: _into(0)}}],

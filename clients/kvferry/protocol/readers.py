@@ -73,15 +73,11 @@ class Readers:
             del self._places[who]
 
     def finish(self, who: ReaderId, attempt: int, by: str = "", *, nbytes: int) -> None:
-        """A rank has read without opening the lease: it had nothing to read, or was quick with an announcement.
+        """A rank that does not have it open has read it: it had nothing to read, or was quick with an announcement.
 
-        Raises KvferryError: `not_opened`, `full`.
+        Raises KvferryError: `full`.
         """
         place = self._places.get(who)
-        if place is not None and place.reading is not None:
-            why = f"request {self._request_id} is being read by this rank, in another reading"
-            remedy = "close it by the number with which it was opened, on the same stream"
-            raise Conflict("not_opened", why, field="reading", remedy=remedy)
         if place is None:
             place = self._add(who, _Place(attempt, by))
         self.nbytes += nbytes

@@ -128,7 +128,8 @@ class Requests:
         if not self._limits.tables:
             raise a.tables_not_allowed()
         if found is not None:
-            if not found.has(event.order, exactly=True) or event.brought != found.brought:
+            found.has(event.order, exactly=True)  # as every such attempt has its order; or it raises
+            if event.brought != found.brought:
                 raise a.conflict(event.request_id, "was ordered already, with other tables")
             return [e.Taken(found.number, new=False)]
         assert event.reservation is not None

@@ -139,7 +139,7 @@ class Session:
                 effects.append(e.Take(self.id, step, self.why, self.keep))
             self.taking, self.due = step, now + STEP_S
             return effects
-        return [*effects, *self._retired(now)]
+        return self._retired(now)
 
     def _retired(self, now: float) -> list[e.SessionEffect]:
         self.due = None
