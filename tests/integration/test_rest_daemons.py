@@ -19,6 +19,7 @@ from kvferry.engine import EngineClient
 from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.schemas import TransferRecord
 from kvferry.tables import BlockTable
+from kvferryd.api.rest.gate import MAX_BODY
 from kvferryd.api.rest.server import RestServer
 from kvferryd.commands.cli import main
 from kvferryd.config import Config
@@ -292,6 +293,21 @@ def test_what_nobody_expected_is_a_500_without_its_reason() -> None:
             assert (answer.status_code, answer.json()["code"]) == (500, "internal")
             assert "secret" not in answer.text
             assert "r-9" in answer.json()["remedy"]
+
+    asyncio.run(run())
+
+
+def test_a_body_that_is_much_too_large_is_answered_although_it_is_still_sent() -> None:
+    """The connection was reset under the client, and the answer was lost with it."""
+
+    async def run() -> None:
+        async with (
+            served(Ferry(Config(rest="127.0.0.1:0"), Metrics())) as port,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http,
+        ):
+            for _ in range(5):
+                answer = await http.post("/v1/explain", content=bytes(16 * MAX_BODY))
+                assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
 
     asyncio.run(run())
 

@@ -6,6 +6,7 @@ Plain ASGI: Starlette's BaseHTTPMiddleware hides from a long poll that its clien
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
 import uuid
@@ -28,6 +29,8 @@ log = logs.get(__name__)
 
 MAX_BODY = 4 << 20
 BODY_TIMEOUT_S = 30.0
+LINGER_S = 3.0
+"""How long a client that is refused may go on sending its request before its connection ends."""
 OPEN = frozenset({"/healthz", "/readyz", *page.FILES})
 """Asked for without a token: probes have none, and a browser sends none for the page, which holds no data."""
 
@@ -44,7 +47,25 @@ class Gate:
         given = headers.get("x-request-id", "")
         name = given if logs.REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         trace = logs.TRACEPARENT.fullmatch(headers.get("traceparent", ""))
-        started, status = time.perf_counter(), 0
+        started, status, more = time.perf_counter(), 0, True
+
+        async def heard() -> Message:
+            nonlocal more
+            message = await receive()
+            more = message["type"] == "http.request" and message.get("more_body", False)
+            return message
+
+        async def refusing(message: Message) -> None:
+            """The connection ends with the answer, and not before the request has come: a client that still sends it
+            would find the connection reset, and no answer."""
+            if message["type"] == "http.response.body":
+                await named({**message, "more_body": True})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_S):
+                        while more:
+                            await heard()
+                message = {"type": "http.response.body", "body": b""}
+            await named(message)
 
         async def named(message: Message) -> None:
             nonlocal status
@@ -55,11 +76,10 @@ class Gate:
 
         with logs.bound(x_request_id=name, trace_id=trace[1] if trace else ""):
             try:
-                received = await self._enter(scope, headers, receive)
+                received = await self._enter(scope, headers, heard)
                 await self._app(scope, received, named)
             except KvferryError as fault:
-                # The rest of a body that is refused is never read: the connection ends with the answer.
-                await problem(fault, {"connection": "close"})(scope, receive, named)
+                await problem(fault, {"connection": "close"})(scope, receive, refusing)
             except ClientDisconnect:
                 pass  # before its request had arrived
             except Exception:
