@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from by_events import ByEvents
+from by_events import ANOTHER, READER, ByEvents
+from requests_world import Order
 
-from kvferry.errors import Conflict, Full, PeerFailed
+from kvferry.errors import Conflict, Full, KvferryError, PeerFailed
 from kvferry.protocol import book_events as be
 from kvferry.protocol import events as e
 from kvferry.protocol import keeper_events as ke
 from kvferry.protocol import leader_events as le
 from kvferry.protocol import packing_events as pk
 from kvferry.protocol import peers_events as pe
-from kvferry.protocol.attempts import Attempt, ReadingRank
+from kvferry.protocol import reading as rd
+from kvferry.protocol import requests_events as re
+from kvferry.protocol import session_events as se
+from kvferry.protocol.attempts import Attempt, Limits, ReadingRank
 from kvferry.protocol.book import Book
 from kvferry.protocol.keeper import Keeper
 from kvferry.protocol.kept import Alarms
@@ -21,6 +26,11 @@ from kvferry.protocol.packing import IDLE_S, Packing
 from kvferry.protocol.peers import NAMES, Peers
 from kvferry.protocol.peers_homes import Homes
 from kvferry.protocol.peers_wanted import AT_ONCE, Wanted
+from kvferry.protocol.reading import Computed, Following
+from kvferry.protocol.requests import Requests
+from kvferry.protocol.roster import Rosters
+from kvferry.protocol.session import Memory, Session
+from kvferry.protocol.states import LeaseState
 from kvferry.protocol.values import Publication, ReaderId, Reading, Terms, View
 from kvferry.protocol.waits import Waits
 
@@ -256,3 +266,124 @@ def test_bytes_of_a_rank_that_opened_nothing_are_counted() -> None:
     source.publish(readers=2)
     source.reader().finishes(nbytes=5)
     assert source.account().nbytes == 5
+
+
+def test_the_publish_of_another_lease_that_is_refused_says_nothing_of_the_one_that_is_there() -> None:
+    source = ByEvents()
+    source.publish()
+    source.on(e.Refuse("r", 1, Conflict("mixed_weights", "other weights")))
+    source.revoke()
+    reader = source.reader()
+    assert reader.refused(reader.opens(lease=1)).code == "lease_ended"
+
+
+def test_a_rank_that_finishes_while_it_reads_is_remembered_whatever_others_do() -> None:
+    source = ByEvents()
+    source.publish(readers=2)
+    reader, another = source.reader(), source.reader(ANOTHER)
+    reading, other = reader.opens(), another.opens()
+    source.finish()
+    another.closes(other)
+    assert source.state() is LeaseState.PUBLISHED
+    reader.closes(reading, complete=False)
+    assert source.state() is LeaseState.RELEASED
+
+
+def test_an_engine_that_numbers_its_leases_is_taken_at_its_word() -> None:
+    book = Book()
+    (sent,) = book.on(be.Publish("call", "lease", "r", number=7))
+    assert isinstance(sent, be.Send)
+    assert sent.number == 7
+
+
+def test_a_lease_that_ends_with_its_session_is_told_why() -> None:
+    book = Book()
+    book.on(be.Publish("call", "lease", "r"))
+    book.on(be.SessionLost(SILENT))
+    ended = [each for each in book.on(be.SessionOver()) if isinstance(each, be.LeaseEnded)]
+    assert [getattr(each.end, "code", "") for each in ended] == ["daemon_gone"]
+
+
+def test_a_daemon_that_has_loaded_takes_over_before_one_that_loads() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1), ke.Loaded(2, 5.0), ke.Upgrade()):
+        keeper.on(event, 1.0)
+    keeper.on(ke.Tick(), 20.0)
+    assert sorted(keeper.daemons) == [1, 2, 3]
+    assert ke.Turn(2, "killed") in keeper.on(ke.Died(1, 9, "killed"), 30.0)
+
+
+def test_hands_are_shaken_before_the_reservation_only() -> None:
+    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
+    assert re.Meet in map(type, requests.on(re.Ordered(at, "r", Order())))
+    reservation = re.Reservation("so", {"full": np.array([1])})
+    requests.on(re.Reserved(at, "s", Attempt(1), reservation))
+    assert re.Meet not in map(type, requests.on(re.Ordered(at, "s", Order())))
+
+
+def test_an_engine_that_has_read_keeps_no_lease_from_being_given_up() -> None:
+    source = ByEvents()
+    source.publish(readers=2)
+    source.read(ANOTHER)
+    source.on(e.GiveUp("r", "aborted", READER))
+    assert source.state() is LeaseState.REVOKED
+
+
+def test_ranks_of_an_engine_number_their_leases_and_attempts() -> None:
+    for said in (be.Publish("call", "lease", "r"), be.Receive("call", "r")):
+        with pytest.raises(KvferryError) as refused:
+            Book(2).on(said)
+        assert refused.value.code == "number_required"
+
+
+def test_a_reading_that_has_ended_does_not_finish_the_lease_that_follows() -> None:
+    source = ByEvents()
+    source.publish()
+    reader = source.reader()
+    reading = reader.opens()
+    source.revoke()
+    reader.refused(reading)
+    source.publish()
+    reader.closes(reading, lease=2)
+    assert source.state() is LeaseState.PUBLISHED
+
+
+def test_the_first_reason_why_a_reading_is_over_stands() -> None:
+    following = Following(0, "r", 0, Computed())
+    following.on(rd.Begin(), 0.0)
+    for why in (SILENT, PeerFailed("peer_lost", "the stream is over")):
+        following.on(rd.Over(following.opening, why), 0.0)
+    assert following.problem is SILENT
+
+
+def is_over(memory: Memory, *, follows: str = "", gone: bool = False) -> bool:
+    """Whether nothing is kept of a session when its last step has ended."""
+    one = Session("one", se.Rank("e", "1", 0, 1), memory, follows)
+    if gone:
+        one.part("its engine is dead")
+    effects = one.retire("a test", 0.0, keep=True)
+    while one.taking is not None:
+        effects = one.step_over(one.taking, done=True, now=0.0)
+    return se.Over("one") in effects
+
+
+def test_a_session_is_kept_for_memory_of_the_daemons_that_its_engine_may_come_back_for() -> None:
+    assert not is_over(Memory.DAEMONS)
+    assert not is_over(Memory.NONE, follows="another")
+    assert is_over(Memory.DAEMONS, gone=True)
+    assert is_over(Memory.NONE)
+
+
+def test_a_rank_that_was_not_let_in_is_missing_for_that_reason() -> None:
+    rosters = Rosters()
+    rosters.keep_out("e", 1, Conflict("rank_taken", "it has joined from elsewhere"))
+    assert rosters.why_missing("e", "1", 1) == "rank 1 was not let in: it has joined from elsewhere"
+    assert rosters.why_missing("e", "1", 2) == ""
+
+
+def test_who_waits_for_fewer_transfers_hears_of_each() -> None:
+    requests = Requests("one", Limits(transfers=4, history=2))
+    requests.on(re.Reserved(ReadingRank("decode", "1", 0, 1), "r", Attempt(1), re.Reservation("so", {})))
+    requests.on(re.Ended(1, None))
+    assert requests.on(re.Quiet(1)) == [re.OneFewer()]
+    assert requests.left == 0
