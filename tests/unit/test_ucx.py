@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvferryd.transport import ucx
 
 @pytest.fixture(autouse=True)
 def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE", "UCX_TLS"):
+    for name in ("UCX_CMA_TX_QUOTA", "UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE", "UCX_TLS"):
         monkeypatch.setenv(name, "")  # writes of set_up are taken back after the test
         monkeypatch.delenv(name)
 
@@ -50,3 +51,6 @@ def test_it_uses_all_where_no_interface_has_the_address() -> None:
 def test_what_an_operator_says_stays() -> None:
     assert ucx.set_up(Config(ucx={"NET_DEVICES": "mlx5_9:1"}))["UCX_NET_DEVICES"] == "mlx5_9:1"
     assert ucx.set_up(Config(ucx={"TLS": "rc,sm"})) == {}
+    assert os.environ["UCX_CMA_TX_QUOTA"] == "64"
+    ucx.set_up(Config(ucx={"TLS": "rc,sm", "CMA_TX_QUOTA": "3"}))
+    assert os.environ["UCX_CMA_TX_QUOTA"] == "3"

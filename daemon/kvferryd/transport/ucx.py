@@ -17,6 +17,9 @@ from kvferryd.observe import logs
 log = logs.get(__name__)
 PORTS = "17411-17999"
 """UCX takes one for each interface, engine and worker. If none is free it goes on looking for ever."""
+SEGMENTS = "64"
+"""The reads of host memory on this host (CMA) after which UCX looks at its other transports. With its own value, 1,
+each read of 4 KiB costs a system call more, for TCP."""
 SIOCGIFADDR = 0x8915
 UVERBS, SYSFS = Path("/dev/infiniband"), Path("/sys/class")
 """The places of RDMA devices for libibverbs: those that a container was given, and the names of all."""
@@ -31,6 +34,7 @@ def set_up(config: Config) -> Mapping[str, str]:
     these two kinds alone: shared memory, CMA and CUDA IPC stay in use. Returns where it listens; nothing without TCP.
     """
     os.environ.update({f"UCX_{name}": value for name, value in config.ucx.items()})
+    os.environ.setdefault("UCX_CMA_TX_QUOTA", SEGMENTS)
     transports = os.environ.get("UCX_TLS", "all")
     if not any(each in transports for each in ("tcp", "all", "^")):
         return {}
