@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from by_events import ANOTHER, READER, ByEvents
@@ -387,3 +389,45 @@ def test_who_waits_for_fewer_transfers_hears_of_each() -> None:
     requests.on(re.Ended(1, None))
     assert requests.on(re.Quiet(1)) == [re.OneFewer()]
     assert requests.left == 0
+
+
+def test_what_is_said_of_an_earlier_opening_does_not_count() -> None:
+    following = Following(0, "r", 0, Computed())
+    following.on(rd.Begin(), 0.0)
+    following.on(rd.AskFor(2), 0.0)
+    following.on(rd.Over(1, SILENT), 0.0)
+    following.on(rd.Update(1, rd.Seen(lease=1, version=1)), 0.0)
+    following.on(rd.Unpublished(1), 0.0)
+    assert following.problem is None
+    assert not following.awaits_publish
+    assert not following.take()
+
+
+def test_a_receive_waits_for_one_that_is_aborted_and_not_quiet() -> None:
+    book = Book()
+    (sent,) = book.on(be.Receive("first", "r"))
+    assert isinstance(sent, be.Send)
+    book.on(be.Answered(sent.id, transfer_id="t"))
+    book.on(be.Abort("abort", "r"))
+    assert book.on(be.Receive("second", "r")) == []
+    effects = book.on(be.TransferOver("r", "t", "aborted", done=False, safe=True))
+    assert [type(each) for each in effects] == [be.Ended, be.Quiet, be.Send]
+
+
+def test_an_order_from_another_source_is_no_order_for_the_same_attempt() -> None:
+    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
+    reserved = re.Reserved(at, "r", Attempt(1), re.Reservation("so", {}), Order())
+    requests.on(reserved)
+    refused = requests.on(replace(reserved, order=Order(engine_id="q")))[-1]
+    assert isinstance(refused, re.Refused)
+    assert refused.why.code == "order_conflict"
+
+
+def test_one_opening_is_of_one_lease_which_has_a_number() -> None:
+    for leases in ((1, 2), (0,)):
+        following = Following(0, "r", 0, Computed())
+        following.on(rd.Begin(), 0.0)
+        for lease in leases:
+            following.on(rd.Update(1, rd.Seen(lease=lease, version=1)), 0.0)
+        assert following.problem is not None
+        assert following.problem.code == "malformed_update"
