@@ -34,7 +34,7 @@ class Held:
     more: bool = True
     ended: bool = False
     aborted: bool = False
-    """What the engine publishes after it is computed anew."""
+    """The engine computes anew what it publishes after this."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Asked:
     end: str = ""
     aborted: bool = False
     weights: str = ""
-    """Those that it names, or is for."""
+    """The weights that it names, or is for."""
 
     @property
     def holds(self) -> bool:
@@ -100,7 +100,7 @@ class World:
         self.free: set[int] = set()
         self.blocks = itertools.count()
         self.computed: list[str] = []
-        """By block: the weights that have computed it."""
+        """The weights that have computed each block."""
         self.registering = False
         self.registers_with = ""
         """The weights that the daemon is told with the cache."""

@@ -1,4 +1,4 @@
-"""What the machine of an attempt promises at each event, whatever the world around it does."""
+"""The promises of the machine of an attempt at each event, whatever the world around it does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def asks_for(effect: t.TransferEffect) -> bool:
 
 
 class Promises:
-    """Of one machine, beside which this looks on."""
+    """The promises of one machine, beside which this looks on."""
 
     def __init__(self, machine: Progress) -> None:
         self.machine = machine
@@ -56,7 +56,7 @@ class Promises:
         return bool(self.machine.readings) and all(each.seen.lease for each in self.machine.readings.values())
 
     def _next(self, event: t.TransferEvent, before: TransferState, forgets: bool) -> None:
-        """What is to be done now is what has to be done next."""
+        """The machine says now what has to be done next."""
         it, announced = self.machine, any(each.announced for each in self.machine.readings.values())
         match it.do:
             case t.Meet() if not isinstance(event, t.Match):

@@ -42,7 +42,7 @@ class RankPart:
     begins: int
     """The step from which order and reservation are there."""
     nothing: frozenset[int] = frozenset()
-    """Those of `read` of which nothing is moved: they have the verdict only."""
+    """Ranks of `read` of which nothing is moved: they have the verdict only."""
     machine: Progress = field(default_factory=Progress)
     promises: Promises = field(init=False)
     links: dict[int, Link] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class RankPart:
     """Source ranks that have said so, and have told of no lease since."""
     compared: bool = False
     proofs: dict[int, set[bool]] = field(default_factory=dict)
-    """By source rank: whether its moves were proven by packing."""
+    """Whether the moves of each source rank were proven by packing."""
     whole: frozenset[int] = frozenset()
     """Source ranks of which a pass that failed has packed all."""
     state: str = "reads"
@@ -447,7 +447,7 @@ class World(source_world.World):
             part.failed[rank] = told.problem
 
     def _prove(self, part: RankPart, do: t.Prove) -> None:
-        """What was packed has held until it was read. Nothing else shows that the lease has."""
+        """Packed bytes have held until they were read. Nothing else shows that the lease has."""
         if do.words != {rank for rank in part.read if part.proofs.get(rank, {False}) != {True}}:
             raise Violation("another rank's word is looked at than has to be", f"{do.words} by {part.proofs}")
         for rank in do.words:
@@ -530,7 +530,7 @@ class World(source_world.World):
         return part.progress() != before
 
     def _end_late(self) -> None:
-        """Reads that were under way are over. Whatever was told meanwhile is told to one that has ended."""
+        """Reads that were under way are over. An end has come before whatever was told meanwhile."""
         part = self.unquiet.pop(self.rng.randrange(len(self.unquiet)))
         late: list[t.TransferEvent] = [
             t.Stop(Conflict("aborted", "late"), aborted=True),

@@ -1,4 +1,4 @@
-"""What an attempt of one rank does where its source is not one of ours: no world of tests/simulation has such."""
+"""An attempt of one rank where its source is not one of ours: no world of tests/simulation has such."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.protocol.reading import Computed, Seen
 from kvferry.protocol.transfer import Progress
 
 PART = Seen(lease=1, version=1, word=7, num_tokens=2, metadata=b"m")
-"""Of a lease that goes on."""
+"""A part of a lease that goes on."""
 WHOLE = replace(PART, more=False)
 
 

@@ -160,7 +160,7 @@ class Book:
     def _leave(self, call: Call | None) -> Effects:
         if call is None or call.told:
             return []
-        if call in self._waiting and not isinstance(call.said, e.ReplaceWeights):  # that goes out, whoever waits for it
+        if call in self._waiting and not isinstance(call.said, e.ReplaceWeights):  # a new name goes out anyway
             why = values.registering() if self._registering else values.pending(call.request_id)
             return self._tell(call, e.Refused(call.said.call, why))
         call.told = True

@@ -173,7 +173,7 @@ class Finish:
 
 @frozen
 class Past:
-    """What is told of an attempt of which nothing goes on any more. announced: it went by announcements."""
+    """An attempt of which nothing goes on any more, as it is told. announced: it went by announcements."""
 
     lease: LeaseId | None
     nbytes: int
