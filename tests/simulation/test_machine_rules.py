@@ -243,6 +243,21 @@ def test_a_peer_that_was_forgotten_is_not_renewed_while_it_is_used() -> None:
     assert refused.why.code == "peer_lost"
 
 
+def test_a_renewal_that_has_to_ask_once_more_is_judged_by_what_holds_then() -> None:
+    """The id has passed to another engine meanwhile, and the peer is forgotten. (SEED=261638466437882 of the peers: the
+    renewal took the id back, as it had begun as that of its owner.)"""
+    peers = Peers("own", 10.0)
+    met(peers, "h")
+    peers.on(pe.Get(2, "p", "h", epoch="another"), 0.0)
+    assert peers.on(pe.Renew(3, 1), 0.0) == []
+    peers.on(pe.Over("p", HOME), 0.0)
+    peers.on(pe.Get(4, "p", "x0", ordered=False), 0.0)
+    peers.on(pe.Met(3, pe.Home("1000", ("x0",))), 0.0)
+    *_, ordered, renewal = peers.on(pe.Unmet(2, SILENT), 0.0)
+    assert ordered == pe.Refused(2, SILENT)
+    assert isinstance(renewal, pe.Refused) and (renewal.asker, renewal.why.code) == (3, "peer_lost")
+
+
 def test_so_many_refusals_are_told_again() -> None:
     leader = Leader()
     end = le.End(ReadingRank("decode", "1", 1, 1), "r", Attempt(1), "full", failed=True)

@@ -172,13 +172,14 @@ class Peers:
             self._homes.ordered(peer.engine_id)
         return e.Found(wanted.asker, peer.number)
 
-    def _renew(self, asker: int, number: int, now: float) -> Effects:
+    def _renew(self, asker: e.Asker, number: int, now: float, *, first: bool = False) -> Effects:
+        """first: as of Waiting."""
         peer = self._loaded.get(number)
         if peer is None or peer.stale:
             return [e.Refused(asker, PeerFailed("peer_lost", "the peer was forgotten meanwhile"))]
         ordered = not self._homes.is_presumed(peer.engine_id)
         wanted = e.Get(asker, peer.engine_id, peer.home.addresses[0], ordered=ordered)
-        return self._ask(Waiting(wanted, number), now)
+        return self._ask(Waiting(wanted, number, first), now)
 
     def _ask(self, waiting: Waiting, now: float) -> Effects:
         """Only the engine can say what holds now: by a handshake that is under way, or by a new one."""
@@ -236,9 +237,15 @@ class Peers:
         return effects + self._again(again, now)
 
     def _again(self, again: list[Waiting], now: float) -> Effects:
-        """Begin one handshake for all of them: an order's, if any of them is one."""
-        every = sorted(again, key=lambda waiting: not waiting.wanted.ordered)
-        return [effect for each in every for effect in self._ask(each._replace(first=True), now)]
+        """Begin one handshake for all of them: an order's, if any of them is one. A renewal is judged by what holds by
+        then: its peer may be forgotten, and the id another engine's."""
+        effects = Effects()
+        for each in sorted(again, key=lambda waiting: not waiting.wanted.ordered):
+            if each.renews:
+                effects += self._renew(each.wanted.asker, each.renews, now, first=True)
+            else:
+                effects += self._ask(each._replace(first=True), now)
+        return effects
 
     def _give_up(self, late: Asking, now: float) -> Effects:
         address, remedy = late.place[1], "see the log of its daemon, and of this one"
