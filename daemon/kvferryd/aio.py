@@ -20,9 +20,9 @@ from kvferryd.observe import logs
 log = logs.get(__name__)
 T = TypeVar("T")
 
-QUIET_S, NOTED_S, NOTES_S, NOTES = 2e-3, 0.2, 5e-4, 1024
-"""Notes: the pause before them, in which the next request may come; how long they wait for a loop that has none; how
-much of a turn they may take; how many may wait."""
+QUIET_S, BUSY_S, NOTED_S, NOTES_S, NOTES = 2e-3, 1e-2, 0.2, 5e-4, 1024
+"""Notes: the pause before them, in which the next request may come, and that until a busy loop is looked at again; how
+long they wait for one that is not busy; how much of a turn they may take; how many may wait."""
 FEW = 8192
 """Segments or runs that are cut or expanded on the loop: half a millisecond at most. More take several, which others
 would wait for; these are not worth the way to a thread and back."""
@@ -292,11 +292,12 @@ class Notes:
             self._write_one()
 
     def _write(self) -> None:
-        loop, until = asyncio.get_running_loop(), time.monotonic() + NOTES_S
+        loop, until, pause_s = asyncio.get_running_loop(), time.monotonic() + NOTES_S, BUSY_S
         if not self._busy() or loop.time() - self._since > NOTED_S or len(self._notes) > NOTES:
+            pause_s = QUIET_S
             while self._notes and (time.monotonic() < until or len(self._notes) > NOTES):
                 self._write_one()
-        self._timer = loop.call_later(QUIET_S, self._write) if self._notes else None
+        self._timer = loop.call_later(pause_s, self._write) if self._notes else None
 
     def _write_one(self) -> None:
         try:
