@@ -31,21 +31,21 @@ def no_parts(*_: Any) -> list[Part]:
     return []
 
 
-def going_on_too(parts: Parts, history: int) -> list[Part]:
-    forgotten = list(parts._ended.values())[: max(0, len(parts._ended) - history)]
+def going_on_too(parts: Parts) -> list[e.Forgotten]:
+    forgotten = list(parts._ended.values())[: max(0, len(parts._ended) - parts._history)]
     for part in forgotten:
         del parts._ended[part.number], parts._by_number[part.number]
         if parts.is_newest(part):
             del parts._current[part.key]
-    return forgotten
+    return [e.Forgotten(part.number) for part in forgotten]
 
 
-def forgotten_whole(parts: Parts, history: int, forget: Any = Parts.forget) -> list[Part]:
-    over = dict(parts._over._values)
-    forgotten: list[Part] = forget(parts, history)
-    for part in forgotten:
-        if part.key not in over:
-            parts._over.pop(part.key)
+def forgotten_whole(parts: Parts, forget: Any = Parts.forget) -> list[e.Forgotten]:
+    over, keys = dict(parts._over._values), {part.number: part.key for part in parts.all()}
+    forgotten: list[e.Forgotten] = forget(parts)
+    for each in forgotten:
+        if keys[each.part] not in over:
+            parts._over.pop(keys[each.part])
     return forgotten
 
 

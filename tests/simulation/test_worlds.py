@@ -69,5 +69,6 @@ def test_what_is_broken_on_purpose_is_found(monkeypatch: pytest.MonkeyPatch, wor
     assert found.kinds
     ((why, seed),) = found.kinds.items()
     print(f"seed {seed}: {why}")
+    assert not why.startswith("TypeError"), "it was found by its own arguments"
     monkeypatch.undo()
     assert not played(seed, Found(world))

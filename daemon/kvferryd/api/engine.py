@@ -143,10 +143,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @unary
     async def Allocate(self, request: engine_pb2.AllocateRequest, context: Context) -> engine_pb2.Memory:
         session = self._session(request.session)
-        call = "allocate", request.region, request.nbytes
         region = await session.once(
             request.idempotency_key,
-            call,
+            ("allocate", request.region, request.nbytes),
             lambda: self._ferry.registry.allocate(session, request.region, request.nbytes),
         )
         memory = region.exported(request.region)
