@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvferry.errors import KvferryError
 from kvferryd.run import family
+from kvferryd.run.family import DIES_S
 
 PLANS = """\
 import os, shutil, signal, sys
@@ -112,3 +115,97 @@ def test_orphans_that_have_ended_are_reaped() -> None:
         with pytest.raises(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)
         process.returncode = 1
+
+
+SAYS = """\
+import os, shutil, sys
+from pathlib import Path
+from kvferryd.run.family import guarded
+
+def work(folder):
+    if sys.stdout is not None:
+        print("planned")
+    return 3
+
+status = guarded("kvferry-test-", work, lambda folder: shutil.rmtree(folder, ignore_errors=True))
+with Path(sys.argv[1]).open("a") as told:
+    told.write(f"{status}\\n")
+"""
+
+
+@pytest.mark.parametrize("stdout", [">/dev/full", ">&-"])
+def test_the_second_process_ends_in_its_work_also_where_its_words_cannot_be_written(
+    stdout: str, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    command = ["sh", "-c", f'exec "$0" -c "$1" "$2" {stdout}', sys.executable, SAYS, str(told)]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=buffered)
+    assert "Traceback" not in done.stderr
+    assert told.read_text() == "3\n", "the first process alone goes on, with the status of the second"
+
+
+LATE = """\
+import os, shutil, signal, sys
+from kvferryd.run import family
+
+ignore = signal.signal
+def late(number, handler):
+    if handler is signal.SIG_IGN and os.getpid() == first:
+        os.kill(first, number)  # just before it is ignored
+    return ignore(number, handler)
+
+first = os.getpid()
+signal.signal = late
+sys.exit(family.guarded("kvferry-test-", lambda folder: 5, lambda folder: shutil.rmtree(folder, ignore_errors=True)))
+"""
+
+
+def test_a_signal_that_comes_as_the_second_process_ends_changes_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (5, "")
+
+
+@pytest.mark.parametrize("where", ["long", "nowhere"])
+def test_a_folder_that_cannot_have_sockets_is_refused_by_name(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (long := tmp_path / ("x" * 80)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None if where == "long" else str(tmp_path / "nowhere"))
+    with pytest.raises(KvferryError) as refused:
+        family.guarded("kvferry-test-", lambda folder: 0, lambda folder: None)
+    assert (refused.value.code, refused.value.field) == ("no_folder", "TMPDIR")
+    assert not [*long.iterdir()]
+
+
+STOPS = """\
+import asyncio, os, sys, tempfile
+from pathlib import Path
+from kvferryd.run import children
+
+DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(sys.argv[1], 'w'); signal.pause()"
+
+async def main():
+    children.AGAIN_S = 0.2
+    with tempfile.TemporaryDirectory() as folder:
+        async with children.Children("run", ["deaf"], Path(folder), os.environ, as_json=False) as living:
+            os.mkfifo(heard := f"{folder}/deaf")
+            deaf = living.start("deaf", [sys.executable, "-c", DEAF, heard], {})
+            await asyncio.to_thread(Path(heard).read_text)
+            living.told.set_result(15)
+            living.hurried.set_result(15)
+            await living.stop(float(sys.argv[1]), deaf)
+            print("it ended:", deaf.ended.done() and deaf.ended.result(), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("patience_s", [0.2, DIES_S, 3.0])
+def test_a_second_signal_cuts_short_the_first_wait_alone(patience_s: float) -> None:
+    """However long that would have been: what is killed then is waited for, or its status is not known."""
+    command = [sys.executable, "-c", STOPS, str(patience_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "it ended: -9" in done.stdout, done.stdout + done.stderr
+    assert "left behind" not in done.stdout

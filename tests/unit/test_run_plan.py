@@ -240,3 +240,5 @@ def test_secrets_of_a_command_are_not_shown() -> None:
     assert shown(words) == "env HF_TOKEN=*** A=b vllm serve m --api-key *** --api-key=*** --port 1"
     assert "sk-1" not in "".join(described(planned("vllm serve m --api-key sk-1")))
     assert "sk-1" not in refused("serve m --api-key sk-1")
+    several = ["vllm", "serve", "m", "--api-key", "sk-1", "sk-2", "sk-3", "--port", "1"]  # vLLM takes a list
+    assert shown(several) == "vllm serve m --api-key *** *** *** --port 1"

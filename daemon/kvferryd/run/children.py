@@ -245,7 +245,9 @@ class Children:
     async def stop(self, patience_s: float, *children: Child) -> None:
         """Tell them to stop; tell them again, and kill them, when they take too long or a second signal has come. A
         process that the kernel does not end then is left."""
-        for wait_s, number in ((patience_s, signal.SIGTERM), (AGAIN_S, signal.SIGTERM), (DIES_S, signal.SIGKILL)):
+        for number, wait_s, hurry in (
+            (signal.SIGTERM, patience_s, [self.hurried]), (signal.SIGTERM, AGAIN_S, []), (signal.SIGKILL, DIES_S, []),
+        ):  # fmt: skip
             left = [child for child in children if not child.ended.done()]
             if not left:
                 return
@@ -254,7 +256,6 @@ class Children:
                     self.say(f"{child.name} has not stopped: it is killed", "warning")
                 child.signal(number)
             ended = asyncio.gather(*(child.ended for child in left))
-            hurry = [self.hurried] if wait_s == patience_s else []
             await self.first(wait_s, ended, *hurry)
         for child in children:
             if not child.ended.done():

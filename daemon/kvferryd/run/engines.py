@@ -258,9 +258,10 @@ def shown(words: Iterable[str]) -> str:
     told, hidden = list[str](), False
     for word in words:
         named = NAMED.match(word)
-        if hidden and not word.startswith("-"):
+        if hidden and not word.startswith("-"):  # one of several, perhaps
             told.append("***")
-        elif named and SECRET.search(named[1]):
+            continue
+        if named and SECRET.search(named[1]):
             told.append(f"{named[1]}=***")
         else:
             told.append(word)

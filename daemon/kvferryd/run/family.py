@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from kvferry.errors import Unavailable
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP is what a terminal sends when it is closed."""
@@ -28,6 +30,8 @@ CLEANS_S = 5.0
 """How long what removes the shared memory of the dead may take."""
 DIES_S = 10.0
 """How long the kernel may take to end a process that was killed: one that waits for a disk or a driver takes longer."""
+LONGEST_FOLDER = 70
+"""Bytes of a run's folder's path: vLLM makes sockets in it whose names have 36, and a socket's path has 107 at most."""
 CLEANS = b"multiprocessing.resource_tracker"
 """In the command line of Python's process for that. It ends by itself when all are dead that it watches."""
 TIE = """\
@@ -54,10 +58,11 @@ class Told(BaseException):
 def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], None]) -> int:
     """Do `work` in a child, and hand signals on to it; returns its status. It gets a new folder, whose name begins with
     `prefix`, and may be ended by `Told` until it handles signals itself. leave: takes away the folder, and what is
-    noted in it; it is called however either process ends.
+    noted in it; it is called however either process ends. Raises KvferryError (`no_folder`).
 
     Not to be called beside threads, as it forks.
     """
+    folder = _folder(prefix)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     first = os.getpid()
@@ -66,7 +71,6 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: the terminal may be closed
         handed_on.remove(signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)  # a terminal's Ctrl-C is the first one's to hand on
@@ -83,22 +87,50 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
         except Told as told:
             status = told.status
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
-            leave(folder)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+            try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
+                leave(folder)
+                for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed when we began
+                    with suppress(OSError):  # nobody reads it, or its disk is full
+                        stream.flush()
+            finally:
+                os._exit(status)
     for number in handed_on:
         signal.signal(number, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
-    while (ended := os.waitpid(-1, 0))[0] != child:  # others are orphans of ours
-        pass
+    while (ended := _ended()) != child:
+        os.waitpid(ended, 0)  # an orphan of ours
     for number in handed_on:
         signal.signal(number, signal.SIG_IGN)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # until now its number was its own, for signals
     end(lambda: living(first, spared=others), ORPHANED_S)
     leave(folder)
-    status = os.waitstatus_to_exitcode(ended[1])
     return status if status >= 0 else 128 - status
+
+
+def _folder(prefix: str) -> Path:
+    """A new one, in which sockets can be made."""
+    remedy = "let it name a folder with a short path that this user may write to: TMPDIR=/tmp kvferry ..."
+
+    def refused(why: str) -> Unavailable:
+        value = os.environ.get("TMPDIR", "")
+        return Unavailable("no_folder", f"no folder for sockets: {why}", field="TMPDIR", value=value, remedy=remedy)
+
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise refused(error.strerror or str(error)) from None
+    if len(os.fsencode(folder)) > LONGEST_FOLDER:
+        folder.rmdir()
+        raise refused(f"the path of {folder} is longer than {LONGEST_FOLDER} bytes")
+    return folder
+
+
+def _ended() -> int:
+    """A child that has ended, whose status is still to be taken."""
+    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_pid
 
 
 def _told(number: int, frame: FrameType | None) -> None:
