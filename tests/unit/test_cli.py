@@ -173,3 +173,23 @@ def test_in_a_pipe_no_cell_is_cut_or_broken() -> None:
 @pytest.mark.parametrize(("nbytes", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB")])
 def test_sizes_are_for_people(nbytes: int, said: str) -> None:
     assert say.size(nbytes) == said
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_cannot_be_written_is_an_error_in_a_line(flags: tuple[str, ...], unbuffered: str) -> None:
+    """Neither a traceback nor 1, which means that something is wrong on the machine."""
+    command = [sys.executable, "-m", "kvferryd", "serve", "--check", "--engine-socket=/tmp/check.sock", *flags]
+    if flags:
+        command = [sys.executable, "-m", "kvferryd", "doctor", "--engine-socket=/tmp/check.sock", *flags]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            check=False, timeout=120,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "kvferry: [Errno 28] No space left on device\n")
+
+
+def test_top_ends_after_a_number_of_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("top", "--times", "-1") == 2
+    assert "argument --times" in capsys.readouterr().err

@@ -60,6 +60,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 not (yet) so, 2 an error, told on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        status = _run(arguments)
+        if sys.stdout is not None:  # it was not closed when we began
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `kvferry transfers | head`
+        _leave_unwritten()
+        return OK
+    except OSError as error:  # the disk of the output is full
+        _leave_unwritten()
+        print(f"kvferry: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _leave_unwritten() -> None:
+    """What the interpreter writes at its end goes nowhere."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
         if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
             importlib.import_module("argcomplete").autocomplete(_parser())
         if not arguments:
@@ -78,9 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `kvferry transfers | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
 
 
 def _not_installed(error: ModuleNotFoundError, command: str) -> KvferryError:
@@ -180,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         "kvferry top", "kvferry top --every 10 --times 6 > log",
     )  # fmt: skip
     top.add_argument("--every", type=seconds, default=2.0, metavar="SECONDS", help="how often (default: 2)")
-    top.add_argument("--times", type=int, default=0, metavar="N", help="end after N looks (default: at Ctrl-C)")
+    top.add_argument("--times", type=looks, default=0, metavar="N", help="end after N looks (default: at Ctrl-C)")
     leases = asking(
         "leases", "what was published here, and who reads it",
         "Lists leases, those that are held first, with their readers.",
@@ -248,6 +266,12 @@ def seconds(text: str) -> float:
     if not 0 <= value <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 86400 seconds")
     return value
+
+
+def looks(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no whole number, 0 or more")
+    return int(text)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
