@@ -77,19 +77,6 @@ async def test_a_stranger_with_the_same_engine_id_and_epoch_changes_nothing(scen
         await scene.reads(f"later-{turn}", scene.source)
 
 
-@pytest.mark.slow
-async def test_not_even_when_the_peer_was_forgotten_because_of_a_failure(scene: Scene) -> None:
-    (daemon,) = scene.source.daemons
-    daemon.signal(signal.SIGSTOP)
-    try:
-        with pytest.raises(TransferFailed):
-            await scene.reader.receive("never", scene.reader.take(50), source=scene.source.source(), deadline_s=1)
-        await scene.is_taken("stolen", scene.stranger.source())
-    finally:
-        daemon.signal(signal.SIGCONT)
-    await scene.reads("later", scene.source)
-
-
 async def test_who_forgets_a_peer_by_hand_takes_the_next_one(scene: Scene) -> None:
     await scene.router.forget_peer(scene.source.engine_id)
     await reads_from(scene.reader, scene.stranger, "on purpose")

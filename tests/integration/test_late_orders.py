@@ -10,14 +10,13 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from fleet import Daemons, Tap, peer_stub, refusal, tap, until
-from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled
+from pair import MANY, TOKENS, Pair, half_published, is_in, prefilled
 from ranks import HND, Shape, TestEngine
 
-from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
-from kvferry.schemas import Awaited, SourceBody, TransferState
-from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2, peer_pb2_grpc
+from kvferry.schemas import TransferState
+from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 
 pytestmark = pytest.mark.anyio
 KEY: list[bytes] = []
@@ -77,80 +76,25 @@ def ended(request_id: str, attempt: int) -> peer_pb2.AbortRequest:
     return peer_pb2.AbortRequest(engine_id="decode", request_id=request_id, attempt=numbered, reason="late", key=KEY[0])
 
 
-async def given_up(pair: Pair, request_id: str, source: SourceBody | None = None) -> int:
-    """An attempt that ends on all ranks before it is ordered, or before anything is published; its number."""
-    attempt, state = pair.decode.next_attempt(), TransferState.CONNECTING if source else TransferState.WAITING
-    blocks = pair.decode.take(TOKENS)
-    receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks, source=source, attempt=attempt))
-    for router in pair.routers:
-        await until(lambda router=router: is_in(router, request_id, state), "it waits")
-    await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.decode.ranks))
-    await receiving
-    return attempt
-
-
 async def test_an_order_and_an_abort_of_the_attempt_before_leave_the_next_alone(
     pair: Pair, rank_1: peer_pb2_grpc.PeerAsyncStub, request_id: str
 ) -> None:
-    before = await given_up(pair, request_id, pair.prefill.source())
-    theirs = await half_published(pair, request_id)
+    before, source = pair.decode.next_attempt(), pair.prefill.source()
     receiving = asyncio.create_task(
-        pair.decode.receive(request_id, pair.decode.take(MANY), source=pair.prefill.source())
+        pair.decode.outcomes(request_id, pair.decode.take(TOKENS), source=source, attempt=before)
     )
+    for router in pair.routers:
+        await until(lambda router=router: is_in(router, request_id, TransferState.CONNECTING), "it waits")
+    await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.decode.ranks))
+    await receiving
+    theirs = await half_published(pair, request_id)
+    receiving = asyncio.create_task(pair.decode.receive(request_id, pair.decode.take(MANY), source=source))
     for router in pair.routers:
         await until(lambda router=router: is_in(router, request_id, TransferState.READING), "it reads")
     assert (await refusal(rank_1.Order([ordered(pair, request_id, before)]).read())).code in OVER
     assert (await rank_1.Abort(ended(request_id, before))).transfers_ended == 0
     await pair.prefill.publish(request_id, theirs, MANY)
     assert [received.tokens for received in await receiving] == [(0, MANY)] * 2
-
-
-@pytest.mark.parametrize("abort_first", [False, True])
-async def test_a_reservation_made_anew_does_not_take_the_order_of_the_attempt_before(
-    pair: Pair, rank_1: peer_pb2_grpc.PeerAsyncStub, request_id: str, abort_first: bool
-) -> None:
-    before = await given_up(pair, request_id)
-    receiving = asyncio.create_task(pair.decode.receive(request_id, pair.decode.take(TOKENS)))
-    await all_wait(pair, request_id)
-    if abort_first:
-        await rank_1.Abort(ended(request_id, before))
-    assert (await refusal(rank_1.Order([ordered(pair, request_id, before)]).read())).code in OVER
-    assert (await rank_1.Abort(ended(request_id, before))).transfers_ended == 0
-    await prefilled(pair, request_id)
-    await order(pair, request_id)
-    assert [received.tokens for received in await receiving] == [(0, TOKENS)] * 2
-
-
-async def test_an_order_that_comes_before_its_reservation_waits_for_that_attempt(
-    pair: Pair, rank_1: peer_pb2_grpc.PeerAsyncStub, request_id: str
-) -> None:
-    """It is not answered with the attempt that has ended here."""
-    before = await given_up(pair, request_id)
-    attempt = pair.decode.next_attempt()
-    assert attempt > before
-    following = rank_1.Order([ordered(pair, request_id, attempt)])
-    assert (await following.read()).waits_for == Awaited.RESERVATION
-    await prefilled(pair, request_id)
-    tables, source = pair.decode.take(TOKENS), pair.prefill.source()
-    received = await pair.decode.receive(request_id, tables, source=source, attempt=attempt)
-    assert [each.tokens for each in received] == [(0, TOKENS)] * 2
-    following.cancel()
-
-
-async def test_a_rank_that_missed_an_attempt_takes_part_in_the_next(pair: Pair, request_id: str) -> None:
-    """Rank 1 has not heard of the first one."""
-    client, blocks = pair.decode.ranks[0].client, pair.decode.take(TOKENS)
-    attempt = pair.decode.next_attempt()
-    first = asyncio.create_task(client.receive(request_id, blocks.tables(), attempt=attempt))
-    await until(lambda: is_in(pair.routers[0], request_id, TransferState.WAITING), "it waits")
-    await client.abort(request_id)
-    with pytest.raises(TransferFailed):
-        await first
-    receiving = asyncio.create_task(pair.decode.receive(request_id, blocks))
-    await until(lambda: is_in(pair.routers[1], request_id, TransferState.WAITING), "the other rank has reserved")
-    await prefilled(pair, request_id)
-    await order(pair, request_id, rank=1)
-    assert [received.tokens for received in await receiving] == [(0, TOKENS)] * 2
 
 
 async def test_an_attempt_that_has_ended_elsewhere_does_not_begin_here_and_the_next_one_does(
@@ -166,16 +110,3 @@ async def test_an_attempt_that_has_ended_elsewhere_does_not_begin_here_and_the_n
     await prefilled(pair, request_id)
     received = await pair.decode.receive(request_id, blocks, source=source)
     assert [each.tokens for each in received] == [(0, TOKENS)] * 2
-
-
-async def test_an_order_that_comes_again_after_the_end_moves_nothing(
-    pair: Pair, rank_1: peer_pb2_grpc.PeerAsyncStub, request_id: str
-) -> None:
-    """It is answered with how its attempt has ended."""
-    await prefilled(pair, request_id)
-    attempt, blocks = pair.decode.next_attempt(), pair.decode.take(TOKENS)
-    await pair.decode.receive(request_id, blocks, source=pair.prefill.source(), attempt=attempt)
-    share = await rank_1.Order([ordered(pair, request_id, attempt)]).read()
-    assert (share.rank, share.transfer_state) == (1, layout_pb2.TRANSFER_STATE_DONE)
-    (record,) = await pair.routers[1].transfers(request_id)
-    assert record.attempt == attempt
