@@ -7,7 +7,7 @@ import signal
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import SPOKEN, Daemons, Joining, ended, peer_stub, refusal, retired, serving, until
+from fleet import SPOKEN, Daemons, ended, peer_stub, refusal, retired, until
 from pair import Pair
 from ranks import HND, Blocks, Rank, Shape, TestEngine, start_rank
 
@@ -197,50 +197,9 @@ async def test_a_rank_that_dies_leaves_and_the_next_start_is_whole_again(
     assert await ended(second, signal.SIGKILL) == -signal.SIGKILL
 
 
-async def test_a_rank_has_one_daemon(two: list[DaemonService]) -> None:
-    async with serving(Joining()) as first, serving(Joining()) as other, peer_stub(two[0]) as stub:
-        held = stub.Join(joining("raw", 0, first))
-        assert isinstance(await held.read(), peer_pb2.Roster)
-        refused = await refusal(stub.Join(joining("raw", 0, other)).read())
-        assert refused.code == "rank_taken"
-        assert first in refused.message
-        held.cancel()
-
-
-async def test_a_rank_that_joins_again_before_its_old_stream_has_ended_stays(
-    two: list[DaemonService], stack: AsyncExitStack
-) -> None:
-    zero, one, last = [await stack.enter_async_context(serving(Joining())) for _ in range(3)]
-    async with peer_stub(two[0]) as stub, peer_stub(two[0]) as again:
-        old, watching = stub.Join(joining("raw-2", 0, zero)), stub.Join(joining("raw-2", 1, one))
-        await old.read()
-        await watching.read()
-        new = again.Join(joining("raw-2", 0, zero))
-        await new.read()
-        old.cancel()
-        third = stub.Join(joining("raw-2", 2, last))
-        told = await third.read()
-        assert isinstance(told, peer_pb2.Roster)
-        assert sorted(member.rank for member in told.members) == [0, 1, 2]
-        assert {member.rank for member in (await last_roster(watching)).members} >= {0, 1}
-
-
 async def test_nobody_joins_with_an_address_that_may_not_be_dialled(two: list[DaemonService]) -> None:
+    member = peer_pb2.Member(rank=0, address="192.0.2.1:7411", epoch="1")
+    joining = peer_pb2.JoinRequest(**SPOKEN, engine_id="raw", member=member, world_size=3)
     async with peer_stub(two[0]) as stub:
-        refused = await refusal(stub.Join(joining("raw", 0, "192.0.2.1:7411")).read())
+        refused = await refusal(stub.Join(joining).read())
     assert refused.code == "address_not_allowed"
-
-
-def joining(engine_id: str, rank: int, address: str) -> peer_pb2.JoinRequest:
-    return peer_pb2.JoinRequest(
-        **SPOKEN, engine_id=engine_id, member=peer_pb2.Member(rank=rank, address=address, epoch="1"), world_size=3
-    )
-
-
-async def last_roster(stream: object) -> peer_pb2.Roster:
-    """The roster that a member heard last, when the third had joined."""
-    while True:
-        told = await stream.read()  # type: ignore[attr-defined]
-        assert isinstance(told, peer_pb2.Roster)
-        if any(member.rank == 2 for member in told.members):
-            return told

@@ -10,18 +10,15 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from fleet import Daemons, peer_stub, until
+from fleet import Daemons, until
 from hog import READING, hog
-from pair import MANY, TOKENS, Pair, prefilled, prewarmed
+from pair import MANY, TOKENS, Pair, prefilled
 from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from slots import Outcomes, failed, gauge, idle, reading
 
-from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState, TransferState
 from kvferry.v1 import peer_pb2
-from kvferry.wire import manifest_to_proto
-from kvferryd.staging.share import PAIRINGS
 
 pytestmark = pytest.mark.anyio
 FLAGS = ("--way", "staged", "--arena-mb", "1")
@@ -76,11 +73,6 @@ async def test_what_was_packed_counts_as_served(staged: Pair, request_id: str) -
     assert sum(lease.bytes for lease in leases) == TOKENS * TOKEN_NBYTES + STATE_NBYTES
 
 
-async def test_a_later_turn_flows_back(staged: Pair, request_id: str) -> None:
-    router = staged.prefill_routers[0]
-    assert await moves(staged.decode, staged.prefill, router, request_id, 777) == "staged"
-
-
 async def test_a_reader_follows_a_prefill_chunk_by_chunk_and_the_state_comes_last(
     staged: Pair, request_id: str
 ) -> None:
@@ -111,20 +103,6 @@ async def test_blocks_that_were_packed_for_a_reader_that_fails_are_packed_again_
     assert [each.tokens for each in received] == [(0, 100)] * 3
 
 
-async def test_a_lease_is_released_only_when_all_its_readers_have_been_packed(staged: Pair, request_id: str) -> None:
-    kv, leases = await prefilled(staged, request_id, readers=2)
-    await staged.decode.gets(request_id, kv, source=staged.prefill.source())
-    assert request_id in {lease.request_id for lease in await staged.prefill_routers[0].leases()}
-    await staged.prefill_routers[0].abort_request(request_id)
-    assert {await lease.ended() for lease in leases} == {LeaseState.REVOKED}
-
-
-async def test_what_is_not_the_last_of_a_lease_does_not_release_it(staged: Pair, request_id: str) -> None:
-    own = staged.decode.ranks[0].manifest
-    async with hog(staged.prefill, own, request_id, 100) as slow, slow.holding(slow.opening.chunks):
-        assert request_id in {lease.request_id for lease in await staged.prefill_routers[0].leases()}
-
-
 @pytest.mark.parametrize(("first_token", "start"), [(24, 37), (168, 199), (0, 0)])
 async def test_a_prefix_that_is_cached_is_not_touched(
     staged: Pair, request_id: str, first_token: int, start: int
@@ -132,13 +110,6 @@ async def test_a_prefix_that_is_cached_is_not_touched(
     kv, _ = await prefilled(staged, request_id)
     blocks = staged.decode.take(TOKENS, first_token)
     await staged.decode.gets(request_id, kv, blocks, (start, TOKENS), source=staged.prefill.source())
-
-
-async def test_a_group_that_is_wholly_cached_is_not_moved(staged: Pair, request_id: str) -> None:
-    kv, _ = await prefilled(staged, request_id)
-    blocks = staged.decode.take(TOKENS, paged=False)
-    received = await staged.decode.gets(request_id, kv, blocks, (0, TOKENS), source=staged.prefill.source())
-    assert sum(each.nbytes for each in received) == STATE_NBYTES
 
 
 async def test_sixteen_at_once_both_ways_share_a_few_slots(staged: Pair, request_id: str) -> None:
@@ -194,20 +165,6 @@ async def test_what_is_aborted_on_its_way_leaves_no_slot_taken_and_blocks_that_a
         await failed(receiving, {"aborted", "rank_failed"})
     await idle(staged.daemons)
     assert await moves_all(staged, f"{request_id}-good") == "staged"
-
-
-async def test_a_deadline_ends_the_wait_for_a_slot(staged: Pair, request_id: str) -> None:
-    await prewarmed(staged.prefill, staged.routers)
-    async with hogged(staged, request_id):
-        receiving = await stuck(staged, staged.prefill, f"{request_id}-stuck", deadline_s=5.0)
-        await failed(receiving, {"deadline", "rank_failed", "aborted"})
-
-
-async def test_a_lease_that_is_revoked_while_it_is_packed_never_ends_done(staged: Pair, request_id: str) -> None:
-    async with hogged(staged, request_id):
-        receiving = await stuck(staged, staged.prefill, f"{request_id}-stuck")
-        await staged.prefill_routers[0].revoke_lease(f"{request_id}-stuck")
-    await failed(receiving, {"lease_ended", "torn", "rank_failed", "aborted"})
 
 
 async def test_a_source_that_is_killed_on_the_way_fails_the_transfer_and_takes_no_slot_with_it(
@@ -286,59 +243,16 @@ async def warm(shared_daemons: Daemons) -> AsyncIterator[tuple[TestEngine, TestE
     await asyncio.gather(source.close(), reader.close())
 
 
-async def announced(reader: TestEngine, *request_ids: str) -> list[bool]:
-    """Whether these transfers, which have ended, went by announcements."""
-    text = reader.daemons[0].log.read_text()
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    ended = {line["request_id"]: line["announced"] for line in lines if line["event"] == "transfer ended"}
-    return [ended[request_id] for request_id in request_ids]
-
-
-Warm = tuple[TestEngine, TestEngine]
-
-
-async def test_announced_leases_are_packed_in_the_message_that_opens_them(warm: Warm, request_id: str) -> None:
+async def test_announced_leases_are_packed_in_the_message_that_opens_them(
+    warm: tuple[TestEngine, TestEngine], request_id: str
+) -> None:
     source, reader = warm
     async with RouterClient(reader.daemons[0].url) as router:
         for tokens in (1, MANY):
             assert await moves(source, reader, router, f"{request_id}-{tokens}", tokens) == "staged"
-        assert await announced(reader, "warm-up", f"{request_id}-1", f"{request_id}-{MANY}") == [False, True, True]
-
-
-async def test_what_is_published_anew_is_packed_and_not_what_was_announced_before(warm: Warm, request_id: str) -> None:
-    source, reader = warm
-    async with RouterClient(source.daemons[0].url) as router:
-        (old,) = await source.publish(request_id, source.take(80), 80)
-        await router.revoke_lease(request_id)
-        assert await old.ended() is LeaseState.REVOKED
-        kv, published = source.filled(80)
-        await source.publish(request_id, published, 40, more=True)  # progressive leases are not announced
-        await source.publish(request_id, published, 80)
-        await reader.gets(request_id, kv, source=source.source())
-
-
-async def test_an_announced_lease_that_was_revoked_is_not_packed(warm: Warm, request_id: str) -> None:
-    source, reader = warm
-    async with RouterClient(source.daemons[0].url) as router:
-        await source.publish(request_id, source.take(TOKENS), TOKENS)
-        await router.revoke_lease(request_id)
-        with pytest.raises(TransferFailed) as caught:
-            await reader.receive(request_id, reader.take(TOKENS), source=source.source())
-        assert caught.value.code == "lease_ended"
-        assert caught.value.blocks_safe
-
-
-async def test_a_source_that_has_forgotten_the_plan_is_told_it_again(warm: Warm, request_id: str) -> None:
-    source, reader = warm
-    async with peer_stub(source.daemons[0]) as stub:
-        sources = [manifest_to_proto(rank.manifest) for rank in source.ranks]
-        for n in range(PAIRINGS):
-            other = manifest_to_proto(reader.ranks[0].manifest)
-            other.engine_id = f"other-{n}"
-            own = {"engine_id": source.engine_id, "epoch": source.epoch}
-            await stub.Pair(peer_pb2.PairRequest(**own, sources=sources, destination=other))
-        async with RouterClient(reader.daemons[0].url) as router:
-            assert await moves(source, reader, router, request_id, TOKENS) == "staged"
+    lines = [json.loads(line) for line in reader.daemons[0].log.read_text().splitlines() if line.startswith("{")]
+    went = {line["request_id"]: line["announced"] for line in lines if line["event"] == "transfer ended"}
+    assert [went[each] for each in ("warm-up", f"{request_id}-1", f"{request_id}-{MANY}")] == [False, True, True]
 
 
 @asynccontextmanager

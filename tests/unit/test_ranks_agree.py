@@ -18,7 +18,7 @@ from stepped import Daemon, manifest_of, stepping
 from stepwise import Step, Stream, World
 
 from kvferry.errors import Conflict, KvferryError
-from kvferry.schemas import DestinationBody, OrderBody, SourceBody, TransferState
+from kvferry.schemas import OrderBody, SourceBody, TransferState
 from kvferry.tables import BlockTable
 from kvferryd.api import peer
 from kvferryd.transfers.order import Order, Reservation
@@ -62,12 +62,6 @@ class Ranks:
             self.asked.append(self.world.loop.create_task(ordered()))
         self.world.loop.settle()
         return self.asked[-1]
-
-    def order_tables(self, first: int, lease: int) -> None:
-        """At rank 0, an order that brings the tables of all ranks, and names the lease: no rank asks another."""
-        source = SOURCE_BODY.model_copy(update={"epoch": self.source.engine.epoch, "lease": lease})
-        tables = {"full": {"block_ids": list(range(first, first + 4)), "first_token": 0}}
-        self.order(0, source, destination=DestinationBody(tables=tables))
 
     def reserve(self, rank: int, blocks: range = range(4), *, order: Order | None = None) -> Transfer:
         """For the engine's attempt. order: by the engine itself."""
@@ -244,55 +238,6 @@ def test_a_rank_whose_stream_breaks_is_asked_again_and_its_end_is_known(ranks: R
     ranks.world.loop.pass_time(2.0)
     ranks.world.run(5000)
     assert part.state is TransferState.DONE and transfer.state_of_all is TransferState.DONE, transfer.problem
-
-
-def test_ranks_that_read_by_two_orders_with_tables_have_not_read_a_lease_together(ranks: Ranks) -> None:
-    """Rank 0 has read by the first, and is slow by the second."""
-    ranks.publish(0)
-    ranks.order_tables(4, 1)  # hands are shaken, and streams of leases open
-    ranks.world.run(5000)
-    ranks.publish(0)
-    ranks.world.run(500)
-    slow = [daemon.engine.agent for daemon in ranks.daemons[1:]]
-    ranks.order_tables(0, 2)
-    ranks.run_without(lambda: {flight.step for flight in ranks.world.flights() if flight.agent in slow})
-    first = list(ranks.daemons[0].ferry.jobs)[-1]
-    assert first.state is TransferState.DONE
-    ranks.world.loop.call(ranks.daemons[0].ferry.jobs.abort_transfer, first, "by the test")
-    ranks.world.run(5000)
-    (late,) = [
-        each for each in ranks.world.streams() if each._client is ranks.daemons[0].process and each._method == "Read"
-    ]
-    ranks.order_tables(4, 2)
-    agent = ranks.daemons[0].engine.agent
-    ranks.run_without(lambda: {*late.steps(), *(each.step for each in ranks.world.flights() if each.agent is agent)})
-    assert len(ranks.source.engine.leases) == 1, "rank 0 is still to read it"
-    ranks.world.run(5000)
-    again = list(ranks.daemons[0].ferry.jobs)[-1]
-    assert again.state_of_all is TransferState.DONE, again.problem
-    assert not len(ranks.source.engine.leases)
-
-
-@pytest.mark.parametrize("others", [ORDER, dataclasses.replace(ORDER, lease=2)], ids=["any", "number"])
-@pytest.mark.parametrize(
-    "first", [ORDER, dataclasses.replace(ORDER, lease=1), ORDER_1], ids=["any", "number", "number and epoch"]
-)
-def test_ranks_are_never_done_with_two_leases_whichever_of_them_rank_0_was_told(
-    ranks: Ranks, first: Order, others: Order
-) -> None:
-    """Rank 0 has read the first when the other ranks are told to read the second, not by its whole name."""
-    ranks.publish(0)
-    parts = [ranks.reserve(0, order=first)]
-    ranks.run_without(lambda: {step for rank in (1, 2) for step in ranks.calls("Order", rank)})
-    assert (parts[0].state, parts[0].lease) == (TransferState.DONE, 1)
-    ranks.world.loop.call(ranks.source.engine.leases.revoke, "r", "preempted")
-    ranks.publish(0)
-    for rank in (1, 2):
-        with contextlib.suppress(KvferryError):
-            parts.append(ranks.reserve(rank, order=others))
-    ranks.world.run(5000)
-    assert all(part.problem is not None for part in parts[1:])
-    ranks.come_to_rest()
 
 
 @pytest.mark.parametrize("named", [False, True])

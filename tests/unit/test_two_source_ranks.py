@@ -148,68 +148,6 @@ def test_a_rank_that_is_asked_again_does_not_ask_one_that_has_packed_all(
     assert transfer.nbytes == two.reader.memory.nbytes * len(blocks) // BLOCKS
 
 
-@pytest.mark.parametrize("way", ["staged", "direct"])
-def test_a_request_that_is_published_anew_while_it_is_read_is_read_anew_of_all_ranks(two: Two, way: str) -> None:
-    """Rank 1's announcement is out of date; rank 0, which is asked for the lease that rank 1 has now, has it later."""
-    blocks, world, leases = range(1), two.world, [source.engine.leases for source in two.sources]
-    two.publish("r", blocks)
-    world.run()
-    world.loop.call(leases[1].revoke, "r", "preempted")
-    two.sources[1].publish("r", blocks)
-    transfer = two.receive("r", blocks, way)
-    if way == "staged":
-        packed_all_of_rank_0(two)
-    world.run()
-    assert transfer.waits_for is Awaited.PUBLISH
-    two.sources[0].memory[:] += 1
-    two.sources[0].publish("r", blocks)
-    world.run()
-    assert transfer.problem is None and two.is_there(blocks) and transfer.lease == 2
-
-
-def test_a_rank_whose_announcement_is_older_than_that_of_another_is_asked_and_the_other_is_not(two: Two) -> None:
-    blocks, world = range(1), two.world
-    two.sources[1].publish("r", blocks)
-    world.run()
-    world.loop.call(two.sources[1].engine.leases.revoke, "r", "preempted")
-    two.sources[1].publish("r", blocks)
-    two.sources[0].publish("r", blocks, number=2)
-    two.step_all(lambda: two.of_rank(0))
-    transfer = two.receive("r", blocks, "direct")
-    world.run()
-    assert transfer.problem is None and two.is_there(blocks) and transfer.lease == 2
-    assert transfer.announced
-
-
-def test_a_lease_that_has_ended_when_one_rank_is_asked_for_it_is_read_no_more_of_the_other(two: Two) -> None:
-    """Rank 0 has announced it after the one that rank 1 has announced. The next one is read of both."""
-    blocks, world = range(1), two.world
-    two.publish("r", blocks)
-    world.run()
-    for source, known in zip(two.sources, (True, False), strict=True):
-        world.loop.call(source.engine.leases.revoke, "r", "preempted")
-        source.publish("r", blocks)
-        if known:
-            two.step_all(lambda: two.of_rank(0))
-    transfer = two.receive("r", blocks, "direct")
-    for source in two.sources:
-        world.loop.call(source.engine.leases.revoke, "r", "preempted")
-        source.memory[:] += 1
-        source.publish("r", blocks)
-    world.run()
-    assert transfer.problem is None and two.is_there(blocks) and transfer.lease == 3
-
-
-def test_an_announcement_of_another_prompt_does_not_fail_a_request_that_is_prefilled_anew(two: Two) -> None:
-    blocks, world = range(4), two.world
-    two.publish("r", blocks, b"one")
-    world.run()
-    two.publish("r", blocks, b"another", anew=True)
-    transfer = two.receive("r", blocks, "direct", b"another")
-    world.run()
-    assert transfer.problem is None and two.is_there(blocks)
-
-
 def test_what_the_source_had_when_it_was_opened_may_be_out_of_date_as_well(two: Two) -> None:
     """It was of another prompt, and the next one is of the one that is wanted."""
     blocks, world = range(4), two.world
