@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import resource
 import select
 import socket
 import ssl
@@ -283,6 +284,63 @@ async def ended_by_the_other_side(connection: socket.socket) -> bool:
     return True
 
 
+async def healthy(daemon: DaemonService, tls: ssl.SSLContext | bool = True) -> bool:
+    """Asked on a connection of its own, as a kubelet does. tls: what proves us, where the port listens with TLS."""
+    url = daemon.url if tls is True else daemon.url.replace("http:", "https:")
+    async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=TIMEOUT_S) as http:
+        return (await http.get(f"{url}/healthz")).status_code == 200
+
+
+LEFT, IDLERS = 40, 300
+"""Descriptors that a daemon has left, and connections that want them."""
+
+
+def half_open(daemon: DaemonService, stack: AsyncExitStack) -> socket.socket:
+    """A connection whose request does not end."""
+    idler = plain(daemon, stack)
+    idler.sendall(b"GET /healthz HTTP/1.1\r\n")
+    return idler
+
+
+async def test_healthz_answers_while_half_open_connections_want_every_descriptor(
+    daemons: Daemons, stack: AsyncExitStack
+) -> None:
+    (daemon,) = await daemons.start("besieged")
+    assert await healthy(daemon)
+    limit = open_files(daemon) + LEFT
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    lines = len(daemon.log.read_text().splitlines())
+    for _ in range(IDLERS):
+        half_open(daemon, stack)
+    for _ in range(5):
+        assert await healthy(daemon)
+    assert len(daemon.log.read_text().splitlines()) < lines + 20
+    await stack.aclose()
+    assert await healthy(daemon)
+
+
+async def test_a_request_whose_header_does_not_end_is_cut_off(daemons: Daemons, stack: AsyncExitStack) -> None:
+    (daemon,) = await daemons.start("patient")
+    silent, dripping = plain(daemon, stack), half_open(daemon, stack)
+
+    def cut_off() -> bool:
+        """Whether both are ended, though one of them sends a byte now and then."""
+        dripping.settimeout(0.5)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(int(TIMEOUT_S / 0.5)):
+                dripping.sendall(b"x")
+                try:
+                    return dripping.recv(1) == b""
+                except TimeoutError:
+                    continue
+            return False
+        return True
+
+    assert await asyncio.to_thread(cut_off)
+    assert await ended_by_the_other_side(silent)
+    assert await healthy(daemon)
+
+
 async def test_calls_of_all_addresses_together_are_bounded(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -529,8 +587,7 @@ async def test_clients_that_keep_the_daemon_waiting_keep_nobody_out(
         else:
             held.sendall(BODY_TO_COME)
             assert b" 100 " in await asyncio.to_thread(held.recv, 4096)
-    async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as http:
-        assert (await http.get(f"{daemon.url}/healthz")).status_code == 200
+    assert await healthy(daemon)
 
 
 async def test_a_client_that_reads_no_answers_is_not_kept(
@@ -567,11 +624,6 @@ async def with_tls(daemons: Daemons, folder: Path) -> tuple[DaemonService, ssl.S
     context = ssl.create_default_context(cadata=authority.certificate.decode())
     context.load_cert_chain(folder / "cert", folder / "key")
     return daemon, context
-
-
-async def healthy(daemon: DaemonService, tls: ssl.SSLContext) -> bool:
-    async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=TIMEOUT_S) as http:
-        return (await http.get(f"{daemon.url.replace('http:', 'https:')}/healthz")).status_code == 200
 
 
 @pytest.mark.slow

@@ -221,24 +221,6 @@ def test_a_keeper_that_is_told_to_stop_ends_with_its_daemon(kept: DaemonService)
     assert '"stopped"' in kept.tail()
 
 
-def test_a_stop_while_an_upgrade_drains_waits_for_the_drain_and_nothing_follows(own_fleet: Fleet) -> None:
-    daemon = own_fleet.daemon("stopped", kept=True, flags=["--drain-timeout-s", "600"])
-    asyncio.run(own_fleet.ready(daemon, timeout_s=START_S))
-    engine = Engine("stopped", daemon, "1")
-    engine.publish("r", Kv.random(40), Blocks((0, 1, 2), 0))
-    with httpx.Client(base_url=daemon.url, trust_env=False, timeout=TIMEOUT_S) as http:
-        daemon.signal(signal.SIGHUP)
-        eventually(lambda: '"stopping"' in daemon.log.read_text(), "the one that serves drains")
-        daemon.signal(signal.SIGTERM)
-        eventually(lambda: len(children(daemon)) < 2, "nothing is to follow")
-        http.delete("/v1/leases/r").raise_for_status()
-        assert daemon.process.wait(TIMEOUT_S) == 0
-    log = daemon.log.read_text()
-    assert "not drained" not in log
-    assert log.count('"event": "serving"') == 1
-    engine.client.close()
-
-
 def test_the_help_of_a_keeper_says_how_it_is_upgraded(own_fleet: Fleet, tmp_path: Path) -> None:
     match = re.search(r"pkill -HUP (-f '[^']+')", HELP)
     assert match is not None
