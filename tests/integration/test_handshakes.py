@@ -10,9 +10,8 @@ import pytest
 from fleet import Daemons, until
 from lives import engine_on
 from pair import Pair, is_in
-from ranks import Kv, Shape, TestEngine
+from ranks import Kv, TestEngine
 
-from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import PeerRequest, TransferState
@@ -92,25 +91,6 @@ async def test_an_order_that_names_another_address_is_read_from_there(
         await replica.close()
     finally:
         source.daemons[0].signal(signal.SIGCONT)
-
-
-async def test_source_ranks_that_disagree_fail_the_transfer_and_nothing_else(
-    pair: Pair, near: DaemonService, stack: AsyncExitStack
-) -> None:
-    torn = await TestEngine.start("torn", pair.prefill.daemons, Shape.tp(2))
-    stack.push_async_callback(torn.close)
-    reader, router = await engine_on(stack, "torn-reader", near)
-    blocks = torn.take(48)
-    torn.write(Kv.random(48), blocks)
-    await torn.ranks[0].client.publish("r", blocks.tables(), ALL, lease=1)
-    await torn.ranks[1].client.publish("r", blocks.tables(), 48, more=True, lease=1)
-    receiving = asyncio.create_task(reader.receive("r", reader.take(48), source=torn.source()))
-    await until(lambda: is_in(router, "r", TransferState.READING), "it reads")
-    assert await router.healthy()
-    await torn.ranks[1].client.publish("r", blocks.tables(), 48, lease=1)
-    with pytest.raises(TransferFailed) as failed:
-        await receiving
-    assert failed.value.code == "ranks_disagree"
 
 
 async def test_daemons_dial_each_other_past_a_proxy_for_http(
