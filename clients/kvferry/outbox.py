@@ -28,7 +28,9 @@ class Outbox(Generic[M]):
         """Messages so far."""
         self._taker: asyncio.Future[None] | None = None
         self._giver: asyncio.Future[None] | None = None
-        self._over = False
+        self.over = False
+        """Nothing new is taken."""
+        self._feed: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         """How many wait."""
@@ -40,9 +42,9 @@ class Outbox(Generic[M]):
     def ask(self, compose: Callable[[], M | None]) -> None:
         """Call `compose` when its turn comes: once, however often this was asked before. It returns None where there is
         nothing to send any more. Ignored after `end`."""
-        if not self._over:
+        if not self.over:
             self._waiting[compose] = None
-            _wake(self._taker)
+            self._wake()
 
     def settle(self, compose: Callable[[], M | None]) -> None:
         """Compose now what waits, if it does: whoever composes it is over, and is not kept."""
@@ -53,13 +55,20 @@ class Outbox(Generic[M]):
 
     def end(self) -> None:
         """Take nothing new. Messages that wait are still taken; then `take` returns None."""
-        self._over = True
-        _wake(self._taker)
-        _wake(self._giver)
+        self.over = True
+        self._wake()
+        _settle(self._giver)
+
+    def feed(self, pump: Callable[[], None]) -> None:
+        """Call `pump` now, and whenever there is something: it pops the messages, one by one, and `take` returns
+        None."""
+        self._feed, self.several = pump, False
+        _settle(self._taker)
+        pump()
 
     async def until_fewer(self, than: int) -> None:
         """Return when fewer wait, or it is over. A single caller at a time."""
-        while len(self) >= than and not self._over:
+        while len(self) >= than and not self.over:
             self._giver = asyncio.get_running_loop().create_future()
             await self._giver
 
@@ -70,19 +79,28 @@ class Outbox(Generic[M]):
         self.end()
 
     async def take(self) -> M | None:
-        """The messages that wait, as soon as there are any. A single caller at a time. None: it is over."""
-        while (taken := self.pop()) is None and not self._over:
+        """The messages that wait, as soon as there are any. A single caller at a time. None: it is over, or they go
+        elsewhere."""
+        while self._feed is None:
+            if (taken := self.pop()) is not None or self.over:
+                return taken
             self._taker = asyncio.get_running_loop().create_future()
             await self._taker
-        return taken
+        return None
 
     def pop(self) -> M | None:
         """The messages that wait now: one, or where the other side takes several, as many as fit into one."""
         popped = self._pop()
         if popped is not None:
             self.taken += 1
-            _wake(self._giver)
+            _settle(self._giver)
         return popped
+
+    def _wake(self) -> None:
+        if self._feed is None:
+            _settle(self._taker)
+        else:
+            self._feed()
 
     def _pop(self) -> M | None:
         taken: list[M] = []
@@ -102,6 +120,6 @@ class Outbox(Generic[M]):
         return None if not taken else taken[0] if len(taken) == 1 else self._bundle(taken)
 
 
-def _wake(waiter: asyncio.Future[None] | None) -> None:
+def _settle(waiter: asyncio.Future[None] | None) -> None:
     if waiter is not None and not waiter.done():
         waiter.set_result(None)

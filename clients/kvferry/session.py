@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -13,8 +14,9 @@ from google.protobuf.message import EncodeError, Message
 
 from kvferry.errors import KvferryError, Malformed, Unavailable
 from kvferry.file import File
-from kvferry.memory.handover import HANDOVER_S, fetch, hand_over
+from kvferry.memory.handover import HANDOVER_S, fetch, hand_over, open_pipe
 from kvferry.outbox import Outbox
+from kvferry.pipe import Pipe
 from kvferry.process import Process
 from kvferry.rpc import MAX_MESSAGE, MESSAGE_OPTIONS, UNREACHABLE, error_of
 from kvferry.threads import made
@@ -29,6 +31,8 @@ ASK_S, AGAIN_S = 5.0, 0.2
 """How long the daemon is given to confirm the end of a session, and the pause before it is asked again."""
 EXCHANGE_S = 4 * HANDOVER_S
 """How long an exchange of files may take, which has a few steps."""
+PIPE_S = 2.0
+"""How long the pipe and the stream may end one after the other."""
 OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
 
 
@@ -61,6 +65,7 @@ class Session:
         """Watched from the moment when it is known, in whatever state the session is then."""
         self._dead = asyncio.Event()
         self._commands = Outbox(_several)
+        self._pipe: Pipe | None = None
         self._reader: asyncio.Task[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
         self._closing = False
@@ -79,7 +84,7 @@ class Session:
                 self._commands.several = attached.several
                 self._reader = asyncio.create_task(self._read(stream), name="kvferry-events")
                 with contextlib.suppress(KvferryError):  # without it neither side can see that the other's process died
-                    await self.hand_over([])
+                    await self._open_pipe()
         except grpc.aio.AioRpcError as error:
             why, remedy = f"{self.whom} ended the session before it had begun", "attach again"
             ended = Unavailable(UNREACHABLE, why, field="socket", value=self._socket, remedy=remedy)
@@ -132,24 +137,50 @@ class Session:
 
         async def watched() -> str:
             ticket, process = await self._exchanged(handed)
-            if process is not None:
-                if self._daemon is None and not self._closing:
-                    self._daemon = process
-                    process.watch(self._dead.set)
-                else:
-                    process.close()
+            self._watch(process)
             return ticket
 
         return await asyncio.shield(asyncio.create_task(watched()))
+
+    def _watch(self, process: Process | None) -> None:
+        """The daemon's, and ours to close."""
+        if process is not None:
+            if self._daemon is None and not self._closing:
+                self._daemon = process
+                process.watch(self._dead.set)
+            else:
+                process.close()
+
+    async def _open_pipe(self) -> None:
+        """Where the daemon's handover socket is there: otherwise the stream has all commands and events. Raises
+        KvferryError."""
+
+        def closed(opened: tuple[socket.socket, Process | None]) -> None:
+            for each in opened:
+                if each is not None:
+                    each.close()
+
+        connection, process = await self._exchanged(partial(open_pipe, self._socket, self.id), closed)
+        self._watch(process)
+        pipe = self._pipe = Pipe(self._commands, lambda message: self._hear(engine_pb2.Event.FromString(message)))
+        pipe.over.add_done_callback(self._on_pipe_over)
+        await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=connection)
+
+    def _on_pipe_over(self, _: asyncio.Future[None]) -> None:
+        """The stream tells why; where it does not, it is ended."""
+        assert self._pipe is not None and self._reader is not None
+        if not self._reader.done():
+            asyncio.get_running_loop().call_later(PIPE_S if self._pipe.problem is None else 0, self._reader.cancel)
 
     async def fetch(self, ticket: str) -> File:
         """As `kvferry.memory.handover.fetch`, on a thread."""
         return await self._exchanged(partial(fetch, self._socket, self.id, ticket))
 
-    async def _exchanged(self, exchange: Callable[[], T]) -> T:
-        """Exchange files on a thread of its own: those of the loop may all wait for the engine's GPU."""
+    async def _exchanged(self, exchange: Callable[[], T], end: Callable[[T], object] = lambda _: None) -> T:
+        """Exchange files on a thread of its own: those of the loop may all wait for the engine's GPU. end: called with
+        what nobody waits for any more."""
         try:
-            return await made("kvferry-exchange", exchange, EXCHANGE_S)
+            return await made("kvferry-exchange", exchange, EXCHANGE_S, end)
         except TimeoutError:
             message, remedy = f"{self.whom} exchanged no files within {EXCHANGE_S:g} s", "see the daemon's log"
             raise Unavailable("handover_failed", message, field="socket", value=self._socket, remedy=remedy) from None
@@ -167,6 +198,8 @@ class Session:
 
     async def _close_channel(self) -> None:
         try:
+            if self._pipe is not None:
+                self._pipe.abort()
             tasks = [task for task in (self._reader, self._confirming) if task is not None]
             for task in tasks:
                 task.cancel()
@@ -181,20 +214,30 @@ class Session:
     async def _to_send(self) -> AsyncIterator[engine_pb2.Command]:
         while (command := await self._commands.take()) is not None:
             yield command
+        await self.closed.wait()  # the session ends with the stream, which a pipe may have replaced
 
     async def _read(self, events: AsyncIterator[engine_pb2.Event]) -> None:
         message, remedy = f"{self.whom} ended the session", "connect again; what was in flight has not arrived"
         why: KvferryError = Unavailable("daemon_gone", message, field="socket", value=self._socket, remedy=remedy)
         try:
-            async for told in events:
-                for event in told.several.events if told.HasField("several") else (told,):
-                    self._on_event(event)
+            try:
+                async for told in events:
+                    self._hear(told)
+            finally:  # what the pipe has brought is heard first
+                if self._pipe is not None:
+                    await asyncio.wait([self._pipe.over], timeout=PIPE_S)
         except grpc.aio.AioRpcError as error:
             why = error_of(error, self.whom, ended=why)
         except KvferryError as malformed:
             why = malformed
         finally:
+            if self._pipe is not None and isinstance(self._pipe.problem, KvferryError):
+                why = self._pipe.problem
             self._end(session_closed() if self._closing else why)
+
+    def _hear(self, told: engine_pb2.Event) -> None:
+        for event in told.several.events if told.HasField("several") else (told,):
+            self._on_event(event)
 
     def _end(self, why: KvferryError) -> None:
         if self._ended is not None:

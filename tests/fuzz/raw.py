@@ -18,7 +18,7 @@ from target import Target
 
 from kvferry.errors import KvferryError
 from kvferry.file import File
-from kvferry.memory.handover import hand_over, sealed_file
+from kvferry.memory.handover import framed, hand_over, open_pipe, sealed_file
 from kvferry.v1 import engine_pb2, engine_pb2_grpc, layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_to_proto, tables_to_proto
 
@@ -38,6 +38,7 @@ class RawEngine:
         self.attached = engine_pb2.Attached()
         self.said = self.answered = 0
         self._call: Any = None
+        self._pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.hearing: asyncio.Task[None] | None = None
 
     async def attach(self) -> None:
@@ -45,6 +46,12 @@ class RawEngine:
         await self._call.write(engine_pb2.Command(attach=attaching(self.engine_id, self.epoch, self.ranks)))
         self.attached = (await self._call.read()).attached
         self.session = self.attached.session
+
+    async def open_pipe(self) -> None:
+        connection, process = await asyncio.to_thread(open_pipe, str(self.target.daemon.socket), self.session)
+        if process is not None:
+            process.close()
+        self._pipe = await asyncio.open_unix_connection(sock=connection)
 
     async def register(self) -> None:
         manifest = self.manifest()
@@ -70,7 +77,11 @@ class RawEngine:
 
     async def say(self, command: engine_pb2.Command) -> None:
         self.said += len(command.several.commands) if command.HasField("several") else 1
-        await self._call.write(command)
+        if self._pipe is None:
+            await self._call.write(command)
+        else:
+            self._pipe[1].write(framed(command))
+            await self._pipe[1].drain()
 
     async def all_answered(self) -> None:
         async def answered() -> bool:
@@ -86,8 +97,18 @@ class RawEngine:
 
         await until(moved, "a transfer is done")
 
+    async def _event(self) -> engine_pb2.Event | None:
+        if self._pipe is None:
+            event = await self._call.read()
+            return None if event is grpc.aio.EOF else event
+        try:
+            length = int.from_bytes(await self._pipe[0].readexactly(4), "big")
+            return engine_pb2.Event.FromString(await self._pipe[0].readexactly(length))
+        except asyncio.IncompleteReadError:
+            return None
+
     async def _hear(self) -> None:
-        while (event := await self._call.read()) is not grpc.aio.EOF:
+        while (event := await self._event()) is not None:
             if event.HasField("answer"):
                 self.answered += 1
                 if event.answer.HasField("problem"):
@@ -107,6 +128,8 @@ class RawEngine:
             await self.stub.End(engine_pb2.EndRequest(session=self.session, leave=True))
         if self.hearing is not None:
             self.hearing.cancel()
+        if self._pipe is not None:
+            self._pipe[1].close()
         self._call.cancel()
 
 
@@ -115,7 +138,7 @@ def attaching(engine_id: str, epoch: str, world_size: int) -> engine_pb2.AttachR
 
 
 @asynccontextmanager
-async def raw_engine(target: Target, ranks: int = 1) -> AsyncIterator[RawEngine]:
+async def raw_engine(target: Target, ranks: int = 1, *, piped: bool = False) -> AsyncIterator[RawEngine]:
     """Registered and whole: rank 1 is played where there are two. Leases that it could read are published at the
     friend: REQUESTS."""
     async with (
@@ -126,6 +149,8 @@ async def raw_engine(target: Target, ranks: int = 1) -> AsyncIterator[RawEngine]
         engine, client = RawEngine(target, channel, ranks), target.friend.ranks[0].client
         await engine.attach()
         try:
+            if piped:
+                await engine.open_pipe()
             await engine.register()
             if ranks == 2:
                 member = peer_pb2.Member(rank=1, address=address, epoch=engine.epoch)

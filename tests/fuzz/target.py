@@ -159,7 +159,8 @@ class Target:
         await self.settled()
         await self._moves_kv()
         await self.settled()
-        assert [each.engine_id for each in await self.router.engines()] == [self.engine.engine_id]
+        there = [each.engine_id for each in await self.router.engines()]
+        assert there == [self.engine.engine_id], f"beside them: {there}"
         for daemon in (self.daemon, *self.friend.daemons):
             faults = [line for line in daemon.log.read_text().splitlines() if OWN_FAULT.search(line)]
             assert not faults, "\n".join(json.loads(line).get("exception", line) for line in faults[:3])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,13 +17,14 @@ from typing import TypeVar
 
 import grpc
 import pytest
-from fleet import SPOKEN, Joining, serving
+from fleet import SPOKEN, TIMEOUT_S, Joining, serving
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 from hostile import Hostile
 from raw import LONG_S, REQUESTS, RawEngine, attaching, blocks, commands, joining, raw_engine, streamed, unary
 from target import Target
 
+from kvferry.memory.handover import framed, open_pipe
 from kvferry.schemas import DestinationBody, OrderBody, Ordered
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import manifest_to_proto, tables_to_proto
@@ -140,8 +144,9 @@ async def attack(target: Target, making: Hostile, door: grpc.Channel, steps: Seq
 
 
 @counts
-async def test_commands_of_an_engine(attacked: Target, rng: random.Random, count: int) -> None:
-    async with raw_engine(attacked) as raw:
+@pytest.mark.parametrize("piped", [False, True])
+async def test_commands_of_an_engine(attacked: Target, rng: random.Random, count: int, piped: bool) -> None:
+    async with raw_engine(attacked, piped=piped) as raw:
         making, well = hostile(rng, attacked, raw), commands(attacked)
         for good in islice(well, 2):  # chance alone may change each of them
             await raw.say(good)
@@ -174,6 +179,64 @@ def heard(target: Target, door: grpc.Channel, said: list[engine_pb2.Command]) ->
         assert isinstance(event, engine_pb2.Event)
         if event.answer.HasField("problem"):
             target.judge_problem(event.answer.problem, said)
+
+
+@counts
+async def test_bytes_of_a_pipe(attacked: Target, rng: random.Random, count: int) -> None:
+    """Each session ends by name, or goes on; others are not harmed."""
+    async with doors(attacked) as (door, _):
+        cases = [(partial(piped, attacked, door, frames := hostile_frames(rng), n), frames) for n in range(count)]
+        await all_judged(attacked, cases)
+
+
+def hostile_frames(rng: random.Random) -> list[bytes]:
+    """Good commands and other bytes, with lengths that lie, cut anywhere."""
+    probe = framed(engine_pb2.Command(id=1, probe=engine_pb2.Probe()))
+    kinds = [
+        lambda: probe,
+        lambda: rng.randbytes(rng.randrange(200)),
+        lambda: rng.randrange(1 << 32).to_bytes(4, "big") + rng.randbytes(rng.randrange(64)),
+        lambda: rng.randrange(64).to_bytes(4, "big") + rng.randbytes(rng.randrange(64)),
+        lambda: probe[: rng.randrange(len(probe))],
+        lambda: probe * rng.randrange(300),
+    ]
+    return [rng.choice(kinds)() for _ in range(rng.randrange(1, 8))]
+
+
+def piped(target: Target, door: grpc.Channel, frames: list[bytes], number: int) -> None:
+    """All this by the pipe of a session, and the end of the pipe or of the engine's patience. Blocks; raises
+    grpc.RpcError."""
+    attach = engine_pb2.Command(attach=attaching(f"piped-{number % 16}", f"{number}", 1))
+    call = door.stream_stream(
+        "/kvferry.v1.Engine/Attach", engine_pb2.Command.SerializeToString, engine_pb2.Event.FromString
+    )
+    over = threading.Event()
+
+    def said() -> Iterator[engine_pb2.Command]:
+        yield attach
+        over.wait(TIMEOUT_S)
+
+    replies, session = call(said(), timeout=TIMEOUT_S), ""
+    try:
+        session = next(replies).attached.session
+        connection, process = open_pipe(str(target.daemon.socket), session)
+        if process is not None:
+            process.close()
+        with connection:
+            connection.settimeout(TIMEOUT_S)
+            with contextlib.suppress(OSError):  # the daemon has closed it
+                for frame in frames:
+                    connection.sendall(frame)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass
+        for event in replies:
+            raise AssertionError(f"by the stream of a session that has a pipe: {event}")
+    finally:
+        over.set()
+        replies.cancel()
+        ending = engine_pb2.EndRequest(session=session, leave=True)
+        unary(door, "Engine", "End", engine_pb2.EndReply, ending)
 
 
 @counts

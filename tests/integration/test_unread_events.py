@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from fleet import TIMEOUT_S, refusal
 
 from kvferry.engine import EngineClient
+from kvferry.memory.handover import framed, open_pipe
 from kvferry.rpc import MESSAGE_OPTIONS, PROTOCOL_MAX
 from kvferry.v1 import engine_pb2, engine_pb2_grpc
 from kvferryd.api import engine as door
@@ -22,6 +24,11 @@ from kvferryd.process.serve import _engine_server
 
 pytestmark = pytest.mark.anyio
 EACH = 256
+WRONG = engine_pb2.Command(
+    several=engine_pb2.Commands(
+        commands=[engine_pb2.Command(id=1 + number, publish=engine_pb2.PublishRequest()) for number in range(EACH)]
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +59,8 @@ class Silent:
 
     async def say(self) -> None:
         """Without end. Each is answered with a problem, of some hundred bytes."""
-        wrong = [engine_pb2.Command(id=1 + number, publish=engine_pb2.PublishRequest()) for number in range(EACH)]
         while True:
-            await self.call.write(engine_pb2.Command(several=engine_pb2.Commands(commands=wrong)))
+            await self.call.write(WRONG)
 
     async def the_end(self) -> object:
         """The end of the stream, as an engine sees it that reads at last."""
@@ -63,11 +69,34 @@ class Silent:
         return told
 
 
-@pytest.fixture
-async def silent(ferry: Ferry, request_id: str) -> AsyncIterator[Silent]:
+class SilentByPipe(Silent):
+    """The same, by its pipe."""
+
+    async def attach(self) -> Session:
+        session = await super().attach()
+        connection, process = await asyncio.to_thread(open_pipe, str(self._ferry.config.engine_socket), session.id)
+        assert process is not None
+        process.close()
+        self._pipe = connection
+        return session
+
+    async def say(self) -> None:
+        with contextlib.suppress(OSError):  # the daemon has closed it
+            while True:
+                await asyncio.get_running_loop().sock_sendall(self._pipe, framed(WRONG))
+
+    async def the_end(self) -> object:
+        with self._pipe, contextlib.suppress(OSError):
+            while await asyncio.get_running_loop().sock_recv(self._pipe, 1 << 16):
+                pass
+        return await super().the_end()
+
+
+@pytest.fixture(params=[Silent, SilentByPipe])
+async def silent(ferry: Ferry, request_id: str, request: pytest.FixtureRequest) -> AsyncIterator[Silent]:
     address = f"unix:{ferry.config.engine_socket}"
     async with grpc.aio.insecure_channel(address, options=MESSAGE_OPTIONS) as channel:
-        yield Silent(ferry, engine_pb2_grpc.EngineStub(channel), request_id)
+        yield request.param(ferry, engine_pb2_grpc.EngineStub(channel), request_id)
 
 
 async def _gone(session: Session) -> None:

@@ -41,6 +41,17 @@ def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> tuple[s
         return _answer(handing).ticket, Process.at(handing)
 
 
+def open_pipe(engine_socket: str, session: str) -> tuple[socket.socket, Process | None]:
+    """(the session's pipe, see `kvferry.pipe`; the daemon's process), both the caller's to close. As `hand_over` of no
+    files, with its errors."""
+    with _exchange(engine_socket) as handing:
+        handing.sendall(framed(engine_pb2.Handover(session=session, pipe=True)))
+        _answer(handing)
+        pipe = handing.dup()
+        pipe.setblocking(False)
+        return pipe, Process.at(handing)
+
+
 def fetch(engine_socket: str, session: str, ticket: str) -> File:
     """The file that the daemon has allocated, for the ticket that it gave.
 
@@ -74,18 +85,24 @@ def _exchange(engine_socket: str) -> Iterator[socket.socket]:
 
 
 def _answer(handing: socket.socket, head: bytes = b"") -> engine_pb2.HandoverReply:
-    with handing.makefile("rb") as answer:
-        head += answer.read(LENGTH_NBYTES - len(head))
-        length = int.from_bytes(head, "big")
-        if length > MAX_MESSAGE:
-            raise ValueError(f"an answer of {length} bytes")
-        said = answer.read(length)
-    if len(head) < LENGTH_NBYTES or len(said) < length:
-        raise ValueError("it closed the connection")
+    head += _read(handing, LENGTH_NBYTES - len(head))
+    if (length := int.from_bytes(head, "big")) > MAX_MESSAGE:
+        raise ValueError(f"an answer of {length} bytes")
+    said = _read(handing, length)
     reply = engine_pb2.HandoverReply.FromString(said)
     if reply.HasField("problem"):
         raise problem_from_proto(reply.problem)
     return reply
+
+
+def _read(handing: socket.socket, nbytes: int) -> bytes:
+    """So many bytes and none behind them, which are the pipe's."""
+    came = b""
+    while len(came) < nbytes:
+        if not (more := handing.recv(nbytes - len(came))):
+            raise ValueError("it closed the connection")
+        came += more
+    return came
 
 
 def framed(message: Message) -> bytes:

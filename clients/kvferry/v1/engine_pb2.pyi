@@ -430,7 +430,9 @@ class Handover(google.protobuf.message.Message):
     """Messages on the handover socket: 4 bytes of length (big-endian), a Handover, and the descriptors with the first
     byte; the answer is 4 bytes of length and a HandoverReply. Each connection has one exchange. The first
     process that connects for a session is the engine's: the daemon watches it, and takes the engine for dead when it has
-    ended. A Handover of no files does only that, and is answered without a ticket.
+    ended. A Handover of no files does only that, and is answered without a ticket. Behind the answer to one with `pipe` the
+    connection is the session's pipe, once for each session: from then on the daemon's events come by it, and commands may
+    go by it, each a message behind 4 bytes of length. The stream of Attach stays open, as the session ends with either.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -438,18 +440,22 @@ class Handover(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     FILES_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
+    PIPE_FIELD_NUMBER: builtins.int
     session: builtins.str
     files: builtins.int
     ticket: builtins.str
     """of Allocate: nothing is handed over, the descriptor comes with the first byte of the answer"""
+    pipe: builtins.bool
+    """of no files"""
     def __init__(
         self,
         *,
         session: builtins.str = ...,
         files: builtins.int = ...,
         ticket: builtins.str = ...,
+        pipe: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["files", b"files", "session", b"session", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["files", b"files", "pipe", b"pipe", "session", b"session", "ticket", b"ticket"]) -> None: ...
 
 Global___Handover: typing_extensions.TypeAlias = Handover
 

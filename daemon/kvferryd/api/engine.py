@@ -12,6 +12,7 @@ from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.manifest import Manifest
 from kvferry.memory.fences import WORDS, Fence
 from kvferry.outbox import SEVERAL
+from kvferry.pipe import Pipe
 from kvferry.protocol.attempts import Attempt, replaced
 from kvferry.protocol.events import Lose, Refuse
 from kvferry.protocol.session_events import Rank
@@ -38,8 +39,9 @@ UNREAD_S = 60.0
 class EngineService(engine_pb2_grpc.EngineServicer):
     """Every other call names the session that Attach opened."""
 
-    def __init__(self, ferry: Ferry, handovers: Handovers) -> None:
-        self._ferry, self._handovers, self._session = ferry, handovers, ferry.registry.of_session
+    def __init__(self, ferry: Ferry) -> None:
+        self._ferry, self._session = ferry, ferry.registry.of_session
+        self.handovers = Handovers(ferry.registry.introduce, self._pipe)
 
     def admit(self, context: Context) -> None:
         """Admits every caller: the mode of the socket keeps others out."""
@@ -73,6 +75,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             yield engine_pb2.Event(attached=attached)
             while (event := await session.events.take()) is not None:
                 yield event
+            if (pipe := session.pipe) is not None:
+                await asyncio.wait([pipe.over, watching], return_when=asyncio.FIRST_COMPLETED)
+                if pipe.problem is not None:
+                    raise pipe.problem
             if watching.done():
                 raise watching.result()
             if obeying.done():
@@ -80,6 +86,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         finally:
             obeying.cancel()
             watching.cancel()
+            if session.pipe is not None:
+                session.pipe.abort()
             ferry.registry.stream_ended(session)
             await asyncio.gather(obeying, watching, return_exceptions=True)
 
@@ -103,13 +111,35 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def _obey(self, session: Session, commands: AsyncIterator[engine_pb2.Command]) -> None:
         async for command in commands:
-            said = command.several.commands if command.HasField("several") else (command,)
-            if (count := len(said)) > SEVERAL:
-                remedy = f"at most {SEVERAL} in one"
-                raise Malformed("malformed_command", "too many commands", field="several", value=count, remedy=remedy)
+            if session.pipe is not None:
+                remedy = "send them by the pipe alone, in one order"
+                raise Malformed("malformed_stream", "commands come by the pipe already", field="kind", remedy=remedy)
             await session.events.until_fewer(ANSWERS)
-            for each in said:
-                session.tell(engine_pb2.Event(answer=self._answer(session, each)))
+            self._hear(session, command)
+
+    def _hear(self, session: Session, command: engine_pb2.Command) -> None:
+        said = command.several.commands if command.HasField("several") else (command,)
+        if (count := len(said)) > SEVERAL:
+            remedy = f"at most {SEVERAL} in one"
+            raise Malformed("malformed_command", "too many commands", field="several", value=count, remedy=remedy)
+        for each in said:
+            session.tell(engine_pb2.Event(answer=self._answer(session, each)))
+
+    def _pipe(self, session_id: str) -> Pipe:
+        """A new one, of this session. Raises KvferryError (`unknown_session`, `pipe_open`)."""
+        session = self._session(session_id)
+        if session.pipe is not None:
+            why = f"engine {session.rank.engine_id} has a pipe already"
+            raise Conflict("pipe_open", why, field="pipe", value=True, remedy="use it, or attach again")
+
+        def came(message: bytes) -> None:
+            self._hear(session, engine_pb2.Command.FromString(message))
+            if len(session.events) >= ANSWERS:
+                pipe.hold()
+                asyncio.ensure_future(session.events.until_fewer(ANSWERS)).add_done_callback(lambda _: pipe.go_on())
+
+        pipe = session.pipe = Pipe(session.events, came)
+        return pipe
 
     def _answer(self, session: Session, command: engine_pb2.Command) -> engine_pb2.Answer:
         """To a command that is obeyed now, or refused."""
@@ -150,7 +180,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         )
         memory = region.exported(request.region)
         if region.file.fileno() >= 0:
-            ticket = self._handovers.offer(request.session, region.file.fileno())
+            ticket = self.handovers.offer(request.session, region.file.fileno())
             (memory.cuda if memory.HasField("cuda") else memory.handed).ticket = ticket
         return memory
 
@@ -158,7 +188,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Adopt(self, request: engine_pb2.AdoptRequest, context: Context) -> engine_pb2.Memory:
         session, memory = self._session(request.session), request.memory
         ticket = memory.handed.ticket or memory.cuda.ticket or memory.vmm.ticket
-        files = self._handovers.take(request.session, ticket) if ticket else Files()
+        files = self.handovers.take(request.session, ticket) if ticket else Files()
         try:
             await session.once(
                 request.idempotency_key,
@@ -172,7 +202,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     @unary
     async def OpenFences(self, request: engine_pb2.OpenFencesRequest, context: Context) -> engine_pb2.OpenFencesReply:
         session = self._session(request.session)
-        self._ferry.registry.open_fences(session, self._handovers.take(request.session, request.ticket))
+        self._ferry.registry.open_fences(session, self.handovers.take(request.session, request.ticket))
         return engine_pb2.OpenFencesReply(words=WORDS)
 
     @unary

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from kvferry.errors import Forbidden, KvferryError, Malformed, NotFound, Unavailable
 from kvferry.memory.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
+from kvferry.pipe import Pipe
 from kvferry.process import Process, credentials
 from kvferry.v1 import engine_pb2
 from kvferry.wire import problem_to_proto
@@ -42,10 +43,11 @@ class _Held:
 
 
 class Handovers:
-    """`introduce` takes the process that holds a session; it raises KvferryError for a session that is not open."""
+    """`introduce` takes the process that holds a session; it raises KvferryError for a session that is not open.
+    `pipe` gives the pipe that the session has from now on, and raises KvferryError where it has one."""
 
-    def __init__(self, introduce: Callable[[str, Process | None], None]) -> None:
-        self._introduce = introduce
+    def __init__(self, introduce: Callable[[str, Process | None], None], pipe: Callable[[str], Pipe]) -> None:
+        self._introduce, self._pipe = introduce, pipe
         self._held: dict[str, _Held] = {}
         self._exchanges = Tasks()
         self._places = asyncio.Semaphore(MAX_CONNECTIONS)
@@ -103,26 +105,38 @@ class Handovers:
             self._exchanges.spawn(self._exchange(connection))
 
     async def _exchange(self, connection: socket.socket) -> None:
-        files = Files()
+        files, pipe, loop = Files(), None, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(EXCHANGE_S):
                 giving = Files()
                 try:
-                    reply, giving = await self._take_in(connection, files)
+                    told = await self._told(connection, files)
+                    pipe = self._pipe(told.session) if told.pipe else None
+                    reply, giving = self._reply(told, files)
                 except KvferryError as error:
                     reply = engine_pb2.HandoverReply(problem=problem_to_proto(error))
                 with giving as numbers:  # a new connection has room for so few bytes: this does not block
                     sent = socket.send_fds(connection, [answer := framed(reply)], numbers)
-                await asyncio.get_running_loop().sock_sendall(connection, answer[sent:])
+                await loop.sock_sendall(connection, answer[sent:])
+                if pipe is not None:
+                    connected, pipe, own = pipe, None, connection.dup()
+                    try:
+                        await loop.connect_accepted_socket(lambda: connected, own)
+                    except BaseException:
+                        connected.abort()
+                        own.close()
+                        raise
         except (TimeoutError, OSError) as error:
             log.debug("handover not finished", error=str(error) or "it took too long")
         finally:
+            if pipe is not None:
+                pipe.abort()
             files.close()  # without a ticket
             connection.close()
             self._places.release()
 
-    async def _take_in(self, connection: socket.socket, files: Files) -> tuple[engine_pb2.HandoverReply, Files]:
-        """(the answer, what goes with it)"""
+    async def _told(self, connection: socket.socket, files: Files) -> engine_pb2.Handover:
+        """What came, with its files, from the engine's process."""
         _, uid, _ = credentials(connection)
         if uid not in (os.geteuid(), 0):
             raise Forbidden(
@@ -133,9 +147,13 @@ class Handovers:
             told = engine_pb2.Handover.FromString(await _receive(connection, files))
         except DecodeError:
             raise _malformed("it is no Handover") from None
-        if told.files != len(files.numbers) or (told.files and told.ticket):
+        if told.files != len(files.numbers) or bool(told.files) + bool(told.ticket) + told.pipe > 1:
             raise _malformed(f"{len(files.numbers)} files came, {told.files} were announced")
         self._introduce(told.session, Process.at(connection))
+        return told
+
+    def _reply(self, told: engine_pb2.Handover, files: Files) -> tuple[engine_pb2.HandoverReply, Files]:
+        """(the answer, what goes with it)"""
         if told.ticket:
             return engine_pb2.HandoverReply(), self.take(told.session, told.ticket, offered=True)
         if not told.files:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvferry.errors import Conflict, KvferryError, Malformed, Unavailable
 from kvferry.outbox import Outbox
+from kvferry.pipe import Pipe
 from kvferry.process import Process
 from kvferry.protocol import session_events as protocol
 from kvferry.protocol.session_events import Rank
@@ -55,6 +56,8 @@ class Session:
         self.engine: Engine | None = None
         """The rank that is registered."""
         self.events = Outbox(_several)
+        self.pipe: Pipe | None = None
+        """Takes the events, once it is connected."""
         self.most_events = EVENTS
         self.overfull = asyncio.Event()
         """It takes too few of its events: it is told no more, and its stream is ended."""

@@ -29,7 +29,6 @@ from kvferryd.aio import running
 from kvferryd.api.answer import Context, Undecoded
 from kvferryd.api.callers import MAX_CALLS, Callers
 from kvferryd.api.engine import EngineService
-from kvferryd.api.handover import Handovers
 from kvferryd.api.peer import PeerService
 from kvferryd.api.rest.server import RestServer
 from kvferryd.config import Config, bad_config
@@ -196,9 +195,9 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
     handing = path.with_name(f"{path.name}{SUFFIX}")
     _claim(path)
     _claim(handing)
-    handovers = Handovers(ferry.registry.introduce)
     server = grpc.aio.server(interceptors=[Undecoded()], options=MESSAGE_OPTIONS)
-    engine_pb2_grpc.add_EngineServicer_to_server(EngineService(ferry, handovers), server)
+    service = EngineService(ferry)
+    engine_pb2_grpc.add_EngineServicer_to_server(service, server)
     await _describe(server, "kvferry.v1.Engine", reflected=True)
     before = os.umask(0o177)  # the socket is made with mode 0600, never wider
     try:
@@ -207,7 +206,7 @@ async def _engine_server(ferry: Ferry) -> AsyncIterator[None]:
         os.umask(before)
     await server.start()
     try:
-        async with handovers.serving(handing):
+        async with service.handovers.serving(handing):
             yield
     finally:
         await server.stop(GRACE_S)
