@@ -172,6 +172,22 @@ def test_what_is_in_the_way_is_said_before_anything_starts(fleet: Fleet) -> None
     assert "no `kvferry host` runs with this folder" in status(fleet.directory / "nowhere").stderr
 
 
+def test_a_place_has_one_host(fleet: Fleet) -> None:
+    folder = fleet.directory / "f"
+    both = hosted(fleet, folder, 1), hosted(fleet, folder, 1)  # at one time, with ports of their own
+    both[0].eventually(lambda: any(each.service.process.poll() is not None for each in both), "one of them ends")
+    stays, ended = sorted(both, key=lambda each: each.service.process.poll() is not None)
+    assert (ended.wait(), stays.service.process.poll()) == (2, None)
+    assert "another kvferry host has the place of cpu-0 (--folder = " in ended.said
+    stays.says("all daemons serve")
+    with attached(folder / "cpu-0.sock"):
+        assert status(folder).returncode == 0, "its socket and its record stay"
+    stays.look()
+    stays.service.process.terminate()
+    assert stays.wait() == 0
+    leaves_nothing(stays)
+
+
 def test_no_process_of_it_is_in_another_ones_group(fleet: Fleet) -> None:
     """A terminal's Ctrl-C goes to the first one alone, which hands it on."""
     host = hosted(fleet, fleet.directory / "f", 1)

@@ -52,7 +52,8 @@ class Here(Record):
 def records(folder: Path) -> list[Record]:
     """By name. Raises KvferryError (`no_host`) where there is none."""
     try:
-        found = [Record.model_validate_json(path.read_bytes()) for path in folder.glob("*.json")]
+        told = filter(None, (path.read_bytes() for path in folder.glob("*.json")))  # empty: it is about to be written
+        found = [Record.model_validate_json(each) for each in told]
     except (OSError, ValidationError) as error:
         raise Unavailable("no_host", f"a record of `kvferry host` cannot be read: {error}", field="--host",
                           value=folder, remedy="name the folder that kvferry host was given") from None  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import traceback
@@ -12,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from kvferry.errors import KvferryError
-from kvferry.memory.handover import SUFFIX
 from kvferryd.commands.cli import Parser
 from kvferryd.config import OPTIONS
-from kvferryd.host.plan import ALL, FOLDER, plan, record_of
+from kvferryd.host import places
+from kvferryd.host.plan import ALL, FOLDER, plan
 from kvferryd.host.supervisor import hosted
 from kvferryd.run import gpus
-from kvferryd.run.children import FAILED, MADE, check_daemons, left
-from kvferryd.run.daemons import APART, Daemon
+from kvferryd.run.children import FAILED, check_daemons, left
+from kvferryd.run.daemons import APART
 from kvferryd.run.family import guarded
 
 USAGE = "kvferry host [--gpus 0-7] [--folder FOLDER] [settings of the daemons]"
@@ -65,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     given = {name: value for name, value in flags.items() if value is not None and name in (*OPTIONS, "config")}
     where = str(Path(flags["folder"]).absolute())
     work = partial(_work, given, where, flags["gpus"], flags["cpu"], check=flags["check"])
-    return guarded("kvferry-host-", work, left)
+    return guarded("kvferry-host-", work, _leave)
 
 
 def _work(given: dict[str, object], where: str, chosen: str, cpus: int, folder: Path, *, check: bool) -> int:
@@ -77,8 +76,8 @@ def _work(given: dict[str, object], where: str, chosen: str, cpus: int, folder: 
         if check:
             print("\n".join(daemon.described for daemon in daemons))
             return 0
-        _tell(daemons, folder)
-        return hosted(daemons, folder, environment)
+        with places.held(daemons, folder):
+            return hosted(daemons, folder, environment)
     except (KvferryError, OSError) as error:
         print(f"kvferry: {error}", file=sys.stderr)
     except Exception:  # noqa: BLE001  nobody else prints it
@@ -86,14 +85,6 @@ def _work(given: dict[str, object], where: str, chosen: str, cpus: int, folder: 
     return FAILED
 
 
-def _tell(daemons: Sequence[Daemon], folder: Path) -> None:
-    """Write what each is beside its socket. All is noted first, to be taken away."""
-    sockets = [daemon.config.engine_socket for daemon in daemons]
-    made = [*sockets, *(path.with_name(path.name + SUFFIX) for path in sockets), *map(record_of, daemons)]
-    (folder / MADE).write_text("\n".join(map(str, made)))
-    sockets[0].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for daemon in daemons:
-        config = daemon.config
-        told = {"name": daemon.name, "device": config.device, "rest": config.url, "peer": config.advertise,
-                "engine_socket": str(config.engine_socket)}  # fmt: skip
-        record_of(daemon).write_text(json.dumps(told) + "\n")
+def _leave(folder: Path) -> None:
+    places.leave(folder)
+    left(folder)

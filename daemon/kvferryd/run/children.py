@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,8 +28,6 @@ from kvferryd.run.shared import Watch, remove
 FAILED = 2
 START_S = 300.0
 """The longest that daemons may take until all serve: torch and Triton from a cold disk take a minute, several more."""
-MADE = "made"
-"""A file of a run's folder: what else the run makes, a path a line."""
 AGAIN_S = 5.0
 """Between the second signal to a process that was told to stop, and its death."""
 LEFT_S = 5.0
@@ -290,10 +288,6 @@ def memory_of(folder: Path) -> Path:
 
 
 def left(folder: Path) -> None:
-    """Take away a run's folder, with the sockets in it, the shared memory that is noted there, and the files that are
-    noted in MADE."""
+    """Take away a run's folder, with the sockets in it, and the shared memory that is noted there."""
     remove(folder / "memory")
-    with suppress(FileNotFoundError):
-        for path in (folder / MADE).read_text().splitlines():
-            Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
