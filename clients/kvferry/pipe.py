@@ -34,6 +34,7 @@ class Pipe(asyncio.Protocol):
         self._outbox, self._on_message = outbox, on_message
         self._transport: asyncio.Transport | None = None
         self._room = True
+        """The socket takes more."""
         self._turn: asyncio.Handle | None = None
         """The end of the turn in which something was written."""
         self._came = bytearray()
@@ -84,7 +85,7 @@ class Pipe(asyncio.Protocol):
         self._pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
+        self._lost, self._room = True, False
         self._take()
 
     def _end(self) -> None:
@@ -136,7 +137,7 @@ class Pipe(asyncio.Protocol):
 
     def _turned(self) -> None:
         self._turn = None
-        if self._outbox.over or len(self._outbox):
+        if self._outbox.over or len(self._outbox):  # put meanwhile, or more than there was room for
             self._pump()
 
     def _write(self) -> None:
@@ -147,4 +148,5 @@ class Pipe(asyncio.Protocol):
         if going:
             self._transport.write(bytes(going))
         elif self._outbox.over:
+            self._room = False
             self._transport.close()

@@ -152,8 +152,8 @@ class Session:
                 process.close()
 
     async def _open_pipe(self) -> None:
-        """Where the daemon's handover socket is there: otherwise the stream has all commands and events. Raises
-        KvferryError."""
+        """Commands and events go by it from now on. The stream has them where this raises KvferryError: the daemon's
+        handover socket is not there, for example."""
 
         def closed(opened: tuple[socket.socket, Process | None]) -> None:
             for each in opened:
@@ -223,7 +223,7 @@ class Session:
             try:
                 async for told in events:
                     self._hear(told)
-            finally:  # what the pipe has brought is heard first
+            finally:  # the pipe may have brought more than was heard yet
                 if self._pipe is not None:
                     await asyncio.wait([self._pipe.over], timeout=PIPE_S)
         except grpc.aio.AioRpcError as error:

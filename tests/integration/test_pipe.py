@@ -43,7 +43,7 @@ class Piped:
             return engine_pb2.Event.FromString(await self.reader.readexactly(length))
 
     async def the_end(self) -> object:
-        """Of the stream, and of the pipe with it."""
+        """The stream's, and the pipe's with it."""
         async with asyncio.timeout(TIMEOUT_S):
             told = await self.call.read()
             assert await self.reader.read() == b""

@@ -240,3 +240,30 @@ async def test_one_that_was_given_up_before_it_was_connected_is_over() -> None:
         other.settimeout(TIMEOUT_S)
         assert await asyncio.to_thread(other.recv, 100) == b"", "nothing goes by it"
     assert len(end.outbox) == 1
+
+
+@pytest.mark.parametrize("how", ["ends", "is lost"])
+async def test_a_pipe_that_is_over_leaves_the_loop_alone(how: str) -> None:
+    """It went on asking an outbox that had ended, in each turn of the loop."""
+    async with both() as (one, other):
+        one.outbox.put(command(1))
+        if how == "ends":
+            one.outbox.end()
+        else:
+            other.pipe.abort()
+        await over(one.pipe)
+        one.outbox.end()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        loop, called = asyncio.get_running_loop(), []
+        soon = loop.call_soon
+
+        def counted(call: Callable[..., object], *arguments: object, **named: object) -> asyncio.Handle:
+            called.append(call)
+            return soon(call, *arguments, **named)  # type: ignore[arg-type]
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(loop, "call_soon", counted)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert not [each for each in called if getattr(each, "__self__", None) is one.pipe]

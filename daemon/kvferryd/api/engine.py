@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 from kvferry import __version__
 from kvferry.digest import check_weights
@@ -76,7 +77,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             while (event := await session.events.take()) is not None:
                 yield event
             if (pipe := session.pipe) is not None:
-                await asyncio.wait([pipe.over, watching], return_when=asyncio.FIRST_COMPLETED)
+                ends: list[asyncio.Future[Any]] = [pipe.over, watching]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if pipe.problem is not None:
                     raise pipe.problem
             if watching.done():

@@ -136,7 +136,7 @@ class Handovers:
             self._places.release()
 
     async def _told(self, connection: socket.socket, files: Files) -> engine_pb2.Handover:
-        """What came, with its files, from the engine's process."""
+        """The Handover that came, with its files, from the engine's process."""
         _, uid, _ = credentials(connection)
         if uid not in (os.geteuid(), 0):
             raise Forbidden(
