@@ -13,17 +13,15 @@ from pathlib import Path
 from ranks import Blocks, Kv, Shape, start_rank
 
 from kvferry.engine import EngineClient
-from kvferry.rpc import MAX_MESSAGE
-from kvferry.v1 import engine_pb2
 
 SHAPE = Shape.tp(1, num_blocks=16)
 BLOCKS = Blocks((3, 1, 4, 15), 9)
 
 
 async def lose_session(client: EngineClient) -> None:
-    """As one message above gRPC's limit does; the client itself would refuse to send it."""
-    too_large = engine_pb2.PublishRequest(request_id="large", metadata=bytes(MAX_MESSAGE + 1))
-    client._session._commands.put(engine_pb2.Command(id=0, publish=too_large))
+    """As where a connection to its daemon breaks."""
+    assert client._session._pipe is not None
+    client._session._pipe.abort()
     await client.closed.wait()
 
 

@@ -62,6 +62,9 @@ class Silent:
         while True:
             await self.call.write(WRONG)
 
+    def close(self) -> None:
+        pass
+
     async def the_end(self) -> object:
         """The end of the stream, as an engine sees it that reads at last."""
         while (told := await self.call.read()) is not grpc.aio.EOF:
@@ -80,13 +83,16 @@ class SilentByPipe(Silent):
         self._pipe = connection
         return session
 
+    def close(self) -> None:
+        self._pipe.close()
+
     async def say(self) -> None:
         with contextlib.suppress(OSError):  # the daemon has closed it
             while True:
                 await asyncio.get_running_loop().sock_sendall(self._pipe, framed(WRONG))
 
     async def the_end(self) -> object:
-        with self._pipe, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
             while await asyncio.get_running_loop().sock_recv(self._pipe, 1 << 16):
                 pass
         return await super().the_end()
@@ -96,7 +102,9 @@ class SilentByPipe(Silent):
 async def silent(ferry: Ferry, request_id: str, request: pytest.FixtureRequest) -> AsyncIterator[Silent]:
     address = f"unix:{ferry.config.engine_socket}"
     async with grpc.aio.insecure_channel(address, options=MESSAGE_OPTIONS) as channel:
-        yield request.param(ferry, engine_pb2_grpc.EngineStub(channel), request_id)
+        engine = request.param(ferry, engine_pb2_grpc.EngineStub(channel), request_id)
+        yield engine
+        engine.close()
 
 
 async def _gone(session: Session) -> None:
