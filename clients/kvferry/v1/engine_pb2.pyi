@@ -431,8 +431,8 @@ class Handover(google.protobuf.message.Message):
     byte; the answer is 4 bytes of length and a HandoverReply. Each connection has one exchange. The first
     process that connects for a session is the engine's: the daemon watches it, and takes the engine for dead when it has
     ended. A Handover of no files does only that, and is answered without a ticket. Behind the answer to one with `pipe` the
-    connection is the session's pipe, once for each session: from then on the daemon's events come by it, and commands may
-    go by it, each a message behind 4 bytes of length. The stream of Attach stays open, as the session ends with either.
+    connection is the session's pipe, once for each session: from then on the daemon's events come by it and commands
+    go by it alone, each a message behind 4 bytes of length. The stream of Attach stays open, as the session ends with either.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_unwritten() -> None:
-    """What the interpreter writes at its end goes nowhere."""
+    """The interpreter's own last words go nowhere."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

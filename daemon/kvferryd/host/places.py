@@ -73,7 +73,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _is(path: Path, descriptor: int) -> bool:
-    """Nobody has taken the file away before we held it."""
+    """The file is still there: it was not taken away before we held it."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

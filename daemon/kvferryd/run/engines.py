@@ -258,7 +258,7 @@ def shown(words: Iterable[str]) -> str:
     told, hidden = list[str](), False
     for word in words:
         named = NAMED.match(word)
-        if hidden and not word.startswith("-"):  # one of several, perhaps
+        if hidden and not word.startswith("-"):  # there may be several
             told.append("***")
             continue
         if named and SECRET.search(named[1]):

@@ -91,7 +91,7 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
                 signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
                 leave(folder)
                 for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed when we began
-                    with suppress(OSError):  # nobody reads it, or its disk is full
+                    with suppress(OSError):  # its reader has gone, or its disk is full
                         stream.flush()
             finally:
                 os._exit(status)
