@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from kvferry.errors import Malformed
 from kvferry.memory.handover import LENGTH_NBYTES, framed
@@ -65,12 +65,11 @@ class Pipe(asyncio.Protocol):
     # ---- asyncio's calls ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
         if self.over.done():
-            transport.abort()
+            self._transport.abort()
             return
-        transport.set_write_buffer_limits(high=ROOM)
+        self._transport.set_write_buffer_limits(high=ROOM)
         self._outbox.feed(self._pump)
 
     def data_received(self, data: bytes) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,12 @@ from kvferry.v1 import engine_pb2
 
 pytestmark = pytest.mark.anyio
 TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """An engine's process may run either: SGLang's run uvloop, whose transports are no class of asyncio's."""
+    return "asyncio", {"use_uvloop": request.param}
 
 
 def outbox() -> Outbox[engine_pb2.Command]:
