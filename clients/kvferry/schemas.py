@@ -125,7 +125,8 @@ class OrderBody(_Request):
     """`priority`: higher goes first. `deadline_ms`: from acceptance; the daemon's default where absent. `way`: how to
     move this one; as the daemon is configured where absent. `attempt`: as the reading engine numbers it, for which the
     order waits; without one it belongs to the attempt under way, or else to the next. `order_id`: the caller's own name
-    of the order; when it comes again the answer is the same, whatever has ended.
+    of the order; when it comes again the answer is the same, whatever has ended, or `order_conflict` once the record is
+    forgotten.
 
     `destination.engine_id` (or the daemon's only engine) says which engine receives.
     """

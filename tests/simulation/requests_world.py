@@ -397,7 +397,7 @@ class World:
             first.at, name, order, number, brought, reservation, order_id, said, self.closed(first)
         )  # fmt: skip
         part, before = first.answers.get(order_id, (0, None))
-        known = part in first.jobs
+        remembered, known = order_id in first.answers, part in first.jobs
         try:
             answer = self.feed(first, event)[-1]
         except KvferryError:
@@ -405,7 +405,7 @@ class World:
                 raise Violation("an order that comes again is refused") from None
             return
         assert isinstance(answer, e.Taken)
-        if known and (answer.part != part or before != said):
+        if remembered and (answer.part != part or before != said):
             raise Violation("an order id has two answers")
         if order_id:
             first.answers[order_id] = answer.part, said
@@ -427,7 +427,7 @@ class World:
     def route(self) -> None:
         rng, name = self.rng, self.rng.choice(NAMES)
         number = 0 if rng.random() < 0.6 else rng.randint(1, self.numbers[name] + 2)
-        order_id = f"o{rng.randint(1, 6)}" if rng.random() < 0.3 else ""
+        order_id = f"o{rng.randint(1, len(self.daemons[0].answers) + 1)}" if rng.random() < 0.3 else ""
         self.order(name, number=number, order_id=order_id, lease=rng.choice((0, 0, 0, 1)))
 
     # ---- between the ranks ----

@@ -401,7 +401,7 @@ class Run:
         known = self.answered.get(body.order_id or "")
         with self.world.within(daemon.process):
             answer = self.world.loop.create_task(daemon.ferry.order(body))
-        named = known[1] if known is not None and known[0] is leader and leader.ferry.jobs.find(known[1]) else None
+        named = known[1] if known is not None and known[0] is leader else None
         self.ordered.append(Ordered(body, leader, answer, body.order_id in self.given, named))
         self.given |= {body.order_id} - {None}
         self.world.loop.settle()

@@ -122,6 +122,19 @@ def test_an_order_id_means_one_order(rank: Rank, otherwise: dict[str, Any]) -> N
         rank.end(first)
 
 
+def test_an_order_that_comes_again_when_its_record_is_forgotten_is_no_new_one(rank: Rank) -> None:
+    rank.receive(1)
+    first, _ = rank.order(order_id="o")
+    rank.end(first)
+    for number in range(HISTORY):
+        rank.end(rank.receive(1, order=ORDER, request_id=f"later-{number}"))
+    rank.world.loop.pass_time(1.0)
+    assert rank.jobs.find(first.transfer_id) is None
+    with refused("order_conflict", "order o was given already, and its record is forgotten") as found:
+        rank.order(order_id="o")
+    assert found.value.field == "order_id"
+
+
 def test_an_order_that_comes_again_while_it_is_under_way_is_the_same(rank: Rank) -> None:
     first, new = rank.order()
     assert new and rank.order() == (first, False)

@@ -90,6 +90,12 @@ def given_otherwise(order_id: str) -> Conflict:
     return Conflict("order_conflict", why, field="order_id", value=order_id, remedy=remedy)
 
 
+def given_long_ago(order_id: str) -> Conflict:
+    why = f"order {order_id} was given already, and its record is forgotten"
+    remedy = "give another order another order_id"
+    return Conflict("order_conflict", why, field="order_id", value=order_id, remedy=remedy)
+
+
 def another_kind(request_id: str, newest: Attempt) -> Conflict:
     how = "its orders bring tables" if newest.by else "its engine reserves blocks for it"
     return conflict(request_id, f"has another kind of attempts: {how}")

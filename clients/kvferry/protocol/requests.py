@@ -82,10 +82,12 @@ class Requests:
     def _ordered(self, event: e.Ordered) -> Effects:
         if not event.order_id:
             return self._order(event)
-        number, said = self._orders.get(event.order_id) or (0, None)
-        if number in self.parts:
+        if (known := self._orders.get(event.order_id)) is not None:
+            number, said = known
             if said != event.said:
                 raise a.given_otherwise(event.order_id)
+            if number not in self.parts:
+                raise a.given_long_ago(event.order_id)
             return [e.Taken(number, new=False)]
         effects = self._order(event)
         taken = effects[-1]

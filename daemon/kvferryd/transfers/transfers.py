@@ -159,7 +159,8 @@ class Transfers(Book):
         """Take a router's order, on rank 0; (its transfer, whether the order is new).
 
         brought: reservations that came with it, by rank. number: of the attempt; 0 for the one under way, or else the
-        next. order_id: the caller's own; an order that comes again with it gets the same answer whatever has ended.
+        next. order_id: the caller's own; an order that comes again with it gets the same answer whatever has ended, and
+        is refused once the record is forgotten.
         Raises KvferryError: `order_conflict`, `receive_conflict`, `stale_attempt`, `aborted`, `blocks_not_quiet`,
         `tables_not_allowed`, `full`, `draining`.
         """
