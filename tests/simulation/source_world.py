@@ -89,6 +89,8 @@ class SourceRank:
     life: int = 0
     words: set[int] = field(default_factory=set)
     memory: list[int] = field(default_factory=lambda: [JUNK] * BLOCKS)
+    refused: Counter[str] = field(default_factory=Counter)
+    """The highest lease of each request whose publish was refused."""
     fences: dict[int, tuple[Prefill, int]] = field(default_factory=dict)
     """Each with the publish that waits for it."""
     links: dict[int, Link] = field(default_factory=dict)
@@ -303,6 +305,9 @@ class World:
         blocks = prefill.ranks[at.index][: sum(prefill.parts[: done + 1])]
         more = done + 1 < len(prefill.parts)
         fence = next(self.fences) if self.rng.random() < 0.3 else None
+        if not self.at_rest and self.rng.random() < 0.02:
+            self.refuse(prefill, at)
+            return True
         terms = Terms(prefill.name, prefill.number, next(self.words), TTL_S, prefill.expected)
         prefill.words.setdefault(at.index, terms.word)
         table = {"full": BlockTable(np.array(blocks))}
@@ -323,6 +328,16 @@ class World:
                 raise Violation(f"a publish is refused: {error.code}", str(error)) from error
             prefill.ranks.pop(at.index, None)
         return True
+
+    def refuse(self, prefill: Prefill, at: SourceRank) -> None:
+        """A publish that cannot be taken as it is: what was published before it stays."""
+        self.tell(f"source {at.index}: publish of {prefill.number} of {prefill.name} is refused")
+        if prefill.words.get(at.index):
+            prefill.published[at.index] -= 1
+        else:
+            del prefill.ranks[at.index]
+            at.refused[prefill.name] = max(at.refused[prefill.name], prefill.number)
+        self.feed(at, e.Refuse(prefill.name, prefill.number, Conflict("mixed_weights", "other weights")))
 
     def _write(self, prefill: Prefill, at: SourceRank, count: int) -> None:
         for block, tag in zip(prefill.ranks.get(at.index, ()), prefill.tags(count), strict=False):
@@ -634,7 +649,7 @@ class World:
         lost = [(each.name, each.number) for each in self.prefills if each.ranks.pop(at.index, None) is not None]
         at.memory[:] = [JUNK] * BLOCKS
         at.life += 1
-        at.source, at.words, at.fences, at.links = Source(LIMIT), set(), {}, {}
+        at.source, at.words, at.fences, at.links, at.refused = Source(LIMIT), set(), {}, {}, Counter()
         at.arena = Arena(self.rng)
         self.feed(at, e.Lose(tuple(lost)))
 
@@ -810,7 +825,7 @@ class World:
                     raise Violation("a reader of what is published waits", f"{seen} of {lease.version}")
             elif Reading(link.number, part.reading) in at.source.leases._opened:
                 pass  # its announcement is over, and the lease that is there now has not been shown yet
-            elif reads and reads <= at.source.leases.newest(part.receive.name):
+            elif reads and reads <= max(at.source.leases.newest(part.receive.name), at.refused[part.receive.name]):
                 raise Violation("a reader of what is over waits", f"lease {reads} of {part.receive.name}")
 
     def _check_released(self) -> None:

@@ -378,6 +378,19 @@ def test_a_reader_that_waits_is_told_when_the_publish_is_refused(source: ByEvent
     assert reader.sees(3), "a lease that is there holds"
 
 
+def test_a_reader_that_waits_is_told_of_the_refusal_though_an_earlier_lease_is_there(source: ByEvents) -> None:
+    reader, why = source.reader(), Conflict("mixed_weights", "other weights")
+    source.publish(number=4)
+    reader.opens(lease=5)
+    for number in (5, 2):
+        source.on(e.Refuse("r", number, why))
+    assert reader.refused(reader.opens(lease=5)).code == reader.refused(1).code == "mixed_weights"
+    assert reader.refused(reader.opens(lease=3)).code == "lease_ended"
+    assert reader.sees(reader.opens())
+    source.publish(number=6)
+    assert reader.refused(reader.opens(lease=5)).code == "lease_ended"
+
+
 def test_one_address_does_not_take_all_the_waits(source: ByEvents) -> None:
     stranger = source.reader(replace(READER, host="10.0.0.9"))
     most = source.source.leases.limit // 2

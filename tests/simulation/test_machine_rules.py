@@ -31,7 +31,8 @@ from kvferry.protocol.peers_wanted import AT_ONCE, Wanted
 from kvferry.protocol.reading import Computed, Following
 from kvferry.protocol.requests import Requests
 from kvferry.protocol.roster import Rosters
-from kvferry.protocol.session import Memory, Session
+from kvferry.protocol.session import Memory, Session, State
+from kvferry.protocol.sessions import Sessions
 from kvferry.protocol.states import LeaseState
 from kvferry.protocol.values import Publication, ReaderId, Reading, Terms, View
 from kvferry.protocol.waits import Waits
@@ -389,6 +390,18 @@ def test_a_session_is_kept_for_memory_of_the_daemons_that_its_engine_may_come_ba
     assert not is_over(Memory.NONE, follows="another")
     assert is_over(Memory.DAEMONS, gone=True)
     assert is_over(Memory.NONE)
+
+
+def test_memory_is_not_kept_for_an_engine_that_leaves() -> None:
+    sessions = Sessions()
+    sessions.on(se.Attach("one", se.Rank("decode", "1", 0, 1)), 0.0)
+    sessions.on(se.Allocated("one", owned=True), 0.0)
+    effects = sessions.on(se.Withdraw("one"), 0.0)
+    while taken := [each.step for each in effects if isinstance(each, se.Take)]:
+        effects = sessions.on(se.StepOver("one", taken[0], done=True), 0.0)
+    assert sessions.sessions["one"].state is State.KEPT
+    sessions.on(se.Leave("one"), 0.0)
+    assert sessions.sessions["one"].state is State.FREEING
 
 
 def test_a_rank_that_was_not_let_in_is_missing_for_that_reason() -> None:

@@ -35,7 +35,7 @@ class Leases:
         self._early: Latest[tuple[str, int], Finished] = Latest(TOMBSTONES, len)
         """Ranks that finish while the lease of this request and number is not published, or open by another reading."""
         self._refused: Latest[str, tuple[int, KvferryError]] = Latest(TOMBSTONES)
-        """Leases whose publish was refused, and why: their readers need not wait."""
+        """The last lease of each request whose publish was refused, and why: its readers need not wait."""
         self._lost: Latest[str, int] = Latest(TOMBSTONES)
         """The last lease of requests whose readers need not wait."""
         self._closed = ""
@@ -77,7 +77,8 @@ class Leases:
             case e.FenceOver():
                 return self._fence_over(event, now)
             case e.Refuse(request_id, number, why):
-                if request_id in self._live:
+                refused, _ = self._refused.get(request_id) or (0, None)
+                if number <= max(self.newest(request_id), refused):
                     return []
                 self._refused.put(request_id, (number, why))
                 return self._tell_waiting(request_id, number, why)
@@ -122,13 +123,12 @@ class Leases:
             remedy = "wait for readers, shorten lease_ttl_s, or raise max_leases"
             why = f"{self.limit} leases are held already"
             raise Full("full", why, field="max_leases", value=self.limit, remedy=remedy)
-        effects: Effects = []
-        if lease is not None:
-            effects += self._end(lease, LeaseState.REVOKED, f"published anew, as lease {number}", now)
+        anew = f"published anew, as lease {number}"
+        effects = [] if lease is None else self._end(lease, LeaseState.REVOKED, anew, now)
         lease = self._live[request_id] = Lease(terms, now)
         effects.append(e.HoldWord(terms.word))
         self._finish_early(lease)
-        for remembered in (self._ended, self._lost, self._refused):
+        for remembered in (self._ended, self._lost):
             remembered.pop(request_id)
         for asked, who in self._waits.up_to(request_id, number):
             lease.awaited = True
@@ -185,7 +185,7 @@ class Leases:
         if self._closed:
             return lease_ended(request_id, self._closed, number)
         refused, why = self._refused.get(request_id) or (0, None)
-        if why is not None and number <= refused:
+        if why is not None and newest < (number or refused) <= refused:
             return why.kept()
         if number > newest or not newest:
             return None

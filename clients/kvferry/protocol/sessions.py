@@ -87,7 +87,7 @@ class Sessions:
                 return self._changed(session, session.registration_over(done, stopped, now))
             case e.StreamEnded():
                 return session.detach(now)
-            case e.Died() if session.state is State.KEPT:
+            case e.Died() | e.Leave() if session.state is State.KEPT:
                 return session.give_back(now)
             case e.Died():
                 return session.part(f"{session.name} is dead")
