@@ -19,6 +19,8 @@ ROOM = 64 << 10
 """Bytes that may wait for the socket to take them; the rest stays in the outbox."""
 TURN = 64
 """Messages that are taken in one turn of the loop."""
+CLOSES_S = 2.0
+"""How long the other end may take for what is left, when the outbox is over or the other end sends nothing more."""
 
 
 class Pipe(asyncio.Protocol):
@@ -32,6 +34,8 @@ class Pipe(asyncio.Protocol):
         """The connection is gone, and all that came has been taken."""
         self.problem: Exception | None = None
         self._outbox, self._on_message = outbox, on_message
+        self.connected = False
+        """It has been; the outbox goes by it from then on."""
         self._transport: asyncio.Transport | None = None
         self._room = True
         """The socket takes more."""
@@ -41,6 +45,7 @@ class Pipe(asyncio.Protocol):
         self._held = False
         """Nothing is taken for now."""
         self._lost = False
+        self._closes: asyncio.TimerHandle | None = None
 
     def abort(self) -> None:
         """End it now; what was not sent is lost. Idempotent, also before it is connected."""
@@ -50,11 +55,14 @@ class Pipe(asyncio.Protocol):
             self._transport.abort()
 
     def hold(self) -> None:
-        """Take nothing more until `go_on`."""
-        if not self._held:
-            self._held = True
-            if self._transport is not None:
-                self._transport.pause_reading()
+        """Take nothing more until `go_on`, unless the connection is gone: nothing follows then."""
+        if not self._held and not self._lost:
+            self._pause()
+
+    def _pause(self) -> None:
+        self._held = True
+        if self._transport is not None:
+            self._transport.pause_reading()
 
     def go_on(self) -> None:
         self._held = False
@@ -69,6 +77,7 @@ class Pipe(asyncio.Protocol):
         if self.over.done():
             self._transport.abort()
             return
+        self.connected = True
         self._transport.set_write_buffer_limits(high=ROOM)
         self._outbox.feed(self._pump)
 
@@ -83,9 +92,18 @@ class Pipe(asyncio.Protocol):
         self._room = True
         self._pump()
 
+    def eof_received(self) -> None:  # the transport closes then, when all is written
+        self._expire()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost, self._room = True, False
+        self._lost, self._room, self._held = True, False, False
+        if self._closes is not None:
+            self._closes.cancel()
         self._take()
+
+    def _expire(self) -> None:
+        if self._closes is None and not self._lost:
+            self._closes = asyncio.get_running_loop().call_later(CLOSES_S, self.abort)
 
     def _end(self) -> None:
         if not self.over.done():
@@ -105,7 +123,7 @@ class Pipe(asyncio.Protocol):
                 self._fail(problem)
         else:
             if not self._held:
-                self.hold()
+                self._pause()
                 asyncio.get_running_loop().call_soon(self.go_on)
         del self._came[:at]
         if self._lost and not self._held:
@@ -130,6 +148,8 @@ class Pipe(asyncio.Protocol):
     # ---- what goes ----
 
     def _pump(self) -> None:
+        if self._outbox.over:
+            self._expire()
         if self._turn is None and self._room:
             self._write()
             self._turn = asyncio.get_running_loop().call_soon(self._turned)

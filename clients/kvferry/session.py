@@ -169,8 +169,11 @@ class Session:
     def _on_pipe_over(self, _: asyncio.Future[None]) -> None:
         """The stream tells why; where it does not, it is ended."""
         assert self._pipe is not None and self._reader is not None
+        loop, problem = asyncio.get_running_loop(), self._pipe.problem
+        if problem is not None and not isinstance(problem, KvferryError):
+            loop.call_exception_handler({"message": "an event was not taken: the session ends", "exception": problem})
         if not self._reader.done():
-            asyncio.get_running_loop().call_later(PIPE_S if self._pipe.problem is None else 0, self._reader.cancel)
+            loop.call_later(PIPE_S if problem is None else 0, self._reader.cancel)
 
     async def fetch(self, ticket: str) -> File:
         """As `kvferry.memory.handover.fetch`, on a thread."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
+import psutil
 import pytest
 from fleet import SPOKEN, TIMEOUT_S, Daemons, open_files, refusal, until
 from pair import Pair
@@ -29,13 +31,16 @@ class Piped:
         self.session = ""
 
     async def open(self) -> None:
-        attach = engine_pb2.AttachRequest(**SPOKEN, engine_id="piped", epoch=os.urandom(8).hex(), world_size=1)
-        await self.call.write(engine_pb2.Command(attach=attach))
-        self.session = (await self.call.read()).attached.session
+        await self.attach()
         connection, process = await asyncio.to_thread(open_pipe, self.door, self.session)
         assert process is not None
         process.close()
         self.reader, self.writer = await asyncio.open_unix_connection(sock=connection)
+
+    async def attach(self) -> None:
+        attach = engine_pb2.AttachRequest(**SPOKEN, engine_id="piped", epoch=os.urandom(8).hex(), world_size=1)
+        await self.call.write(engine_pb2.Command(attach=attach))
+        self.session = (await self.call.read()).attached.session
 
     async def event(self) -> engine_pb2.Event:
         async with asyncio.timeout(TIMEOUT_S):
@@ -146,6 +151,25 @@ async def test_a_client_whose_pipe_breaks_has_no_session_any_more(victim: Victim
             await client.closed.wait()
             await client.over.wait()
         assert (await refusal(client.abort("r"))).code == "daemon_gone"
+
+
+async def test_a_pipe_that_nobody_waits_for_any_more_leaves_the_stream_as_it_is(victim: Victim) -> None:
+    """The daemon was busy when it was asked for, and the engine goes on by the stream."""
+    engine, daemon = Piped(victim), psutil.Process(victim.daemon.process.pid)
+    try:
+        await engine.attach()
+        daemon.suspend()
+        with socket.socket(socket.AF_UNIX) as given_up:
+            given_up.connect(f"{engine.door}{SUFFIX}")
+            given_up.sendall(framed(engine_pb2.Handover(session=engine.session, pipe=True)))
+        daemon.resume()
+        for _ in range(3):
+            await engine.call.write(PROBE)
+            assert (await engine.call.read()).answer.id == PROBE.id
+    finally:
+        daemon.resume()
+        engine.call.cancel()
+        await victim.engine_door.End(engine_pb2.EndRequest(session=engine.session, leave=True))
 
 
 async def test_without_the_handover_socket_the_stream_has_all(pair: Pair, daemons: Daemons, request_id: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvferry import pipe
 from kvferry.errors import Malformed
 from kvferry.memory.handover import framed
 from kvferry.outbox import Outbox
@@ -207,6 +208,32 @@ async def test_a_pipe_is_over_only_when_what_came_has_been_taken() -> None:
         other.pipe.go_on()
         await over(other.pipe)
         assert other.came == [1]
+
+
+async def test_what_a_pipe_brought_is_taken_when_it_is_lost_though_it_was_held() -> None:
+    end = End(lambda _: end.pipe.hold())
+    async with by_hand(end) as other:
+        other.send(b"".join(framed(command(number)) for number in (1, 2, 3)))
+        assert await end.until_came(1) == [1]
+        for number in range(300):
+            end.outbox.put(command(number, nbytes=ROOM // 2))
+        other.close()
+        await over(end.pipe)
+    assert end.came == [1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["the outbox ends", "the other end sends nothing more"])
+async def test_a_pipe_ends_soon_though_nobody_reads_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe, "CLOSES_S", 0.05)
+    end = End()
+    async with by_hand(end) as other:
+        for number in range(300):
+            end.outbox.put(command(number, nbytes=ROOM // 2))
+        if how == "the outbox ends":
+            end.outbox.end()
+        else:
+            other.shutdown(socket.SHUT_WR)
+        await over(end.pipe)
 
 
 @pytest.mark.parametrize("length", [MAX_MESSAGE + 1, (1 << 32) - 1])

@@ -140,7 +140,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 pipe.hold()
                 asyncio.ensure_future(session.events.until_fewer(ANSWERS)).add_done_callback(lambda _: pipe.go_on())
 
+        def over(_: asyncio.Future[None]) -> None:
+            if not pipe.connected:  # its engine has given it up meanwhile: the stream goes on
+                session.pipe = None
+
         pipe = session.pipe = Pipe(session.events, came)
+        pipe.over.add_done_callback(over)
         return pipe
 
     def _answer(self, session: Session, command: engine_pb2.Command) -> engine_pb2.Answer:

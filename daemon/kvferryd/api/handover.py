@@ -105,32 +105,31 @@ class Handovers:
             self._exchanges.spawn(self._exchange(connection))
 
     async def _exchange(self, connection: socket.socket) -> None:
-        files, pipe, loop = Files(), None, asyncio.get_running_loop()
+        files, pipe, own, loop = Files(), None, None, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(EXCHANGE_S):
                 giving = Files()
                 try:
                     told = await self._told(connection, files)
-                    pipe = self._pipe(told.session) if told.pipe else None
+                    if told.pipe:
+                        pipe, own = self._pipe(told.session), connection.dup()
                     reply, giving = self._reply(told, files)
                 except KvferryError as error:
                     reply = engine_pb2.HandoverReply(problem=problem_to_proto(error))
                 with giving as numbers:  # a new connection has room for so few bytes: this does not block
                     sent = socket.send_fds(connection, [answer := framed(reply)], numbers)
                 await loop.sock_sendall(connection, answer[sent:])
-                if pipe is not None:
-                    connected, pipe, own = pipe, None, connection.dup()
-                    try:
-                        await loop.connect_accepted_socket(lambda: connected, own)
-                    except BaseException:
-                        connected.abort()
-                        own.close()
-                        raise
+                if pipe is not None and own is not None:
+                    connected = pipe
+                    await loop.connect_accepted_socket(lambda: connected, own)
+                    pipe = own = None
         except (TimeoutError, OSError) as error:
             log.debug("handover not finished", error=str(error) or "it took too long")
         finally:
             if pipe is not None:
                 pipe.abort()
+            if own is not None:
+                own.close()
             files.close()  # without a ticket
             connection.close()
             self._places.release()
