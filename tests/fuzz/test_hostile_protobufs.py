@@ -299,17 +299,18 @@ async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int)
         of_target = {"engine_id": attacked.engine.engine_id, "epoch": attacked.engine.epoch}
         of_raw = {"engine_id": raw.engine_id, "key": raw.key}
         member = peer_pb2.Member(rank=1, address=address, epoch=raw.epoch, instance="played")
+        ids = [f"{each} of {raw.epoch}" for each in ("one", "another")]
         order = OrderBody(
-            request_id="ordered", source=attacked.friend.source(), attempt=1, order_id="o",
+            request_id="ordered", source=attacked.friend.source(), attempt=1, order_id=ids[0],
             destination=DestinationBody(engine_id=raw.engine_id),
         )  # fmt: skip
         led = peer_pb2.LeadRequest(**of_raw, order=order.model_dump_json().encode())
         foreign = DestinationBody(engine_id=attacked.engine.engine_id)
         ordered = [
             Ordered.model_validate_json(unary(door, "Peer", "Lead", peer_pb2.LeadReply, led).ordered),
-            await attacked.router.order(order.model_copy(update={"destination": foreign, "order_id": "of another"})),
+            await attacked.router.order(order.model_copy(update={"destination": foreign, "order_id": ids[1]})),
         ]
-        making.known |= {"transfer_id": [each.transfer_id for each in ordered], "order_id": ["o", "of another"]}
+        making.known |= {"transfer_id": [each.transfer_id for each in ordered], "order_id": ids}
 
         def garble(said: Message) -> None:
             if rng.random() < 0.7:  # JSON in a message

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -69,14 +70,14 @@ async def test_the_api_keeps_to_its_document(attacked: Target, flags: tuple[str,
 @asynccontextmanager
 async def things(target: Target) -> AsyncIterator[dict[str, list[str]]]:
     """The names of what the daemon has: a lease, an order that waits, peers; and of what it has not."""
-    (rank,), name = target.engine.ranks, "of both"
+    (rank,), name, id = target.engine.ranks, "of both", uuid.uuid4().hex
     await rank.client.publish(name, target.engine.take(20).tables(), 20)
-    ordered = await target.router.order(OrderBody(request_id=name, source=target.friend.source(), order_id="o"))
+    ordered = await target.router.order(OrderBody(request_id=name, source=target.friend.source(), order_id=id))
     yield {
         "address": [*target.forbidden.addresses, target.silent, target.friend.address],
         "engine_id": [target.engine.engine_id, target.friend.engine_id, "nobody"],
         "epoch": [target.engine.epoch, target.friend.epoch, "old"],
-        "request_id": [name, "another"], "order_id": ["o", "another"],
+        "request_id": [name, "another"], "order_id": [id, "another"],
         "transfer_id": [ordered.transfer_id, "none"],
     }  # fmt: skip
     await rank.client.abort(name)
