@@ -113,7 +113,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def _obey(self, session: Session, commands: AsyncIterator[engine_pb2.Command]) -> None:
         async for command in commands:
-            if session.pipe is not None:
+            if session.pipe is not None and session.pipe.connected:
                 remedy = "send them by the pipe alone, in one order"
                 raise Malformed("malformed_stream", "commands come by the pipe already", field="kind", remedy=remedy)
             await session.events.until_fewer(ANSWERS)

@@ -118,7 +118,8 @@ class Handovers:
                     reply = engine_pb2.HandoverReply(problem=problem_to_proto(error))
                 with giving as numbers:  # a new connection has room for so few bytes: this does not block
                     sent = socket.send_fds(connection, [answer := framed(reply)], numbers)
-                await loop.sock_sendall(connection, answer[sent:])
+                if sent < len(answer):  # to send nothing fails, too, when the engine has closed its end
+                    await loop.sock_sendall(connection, answer[sent:])
                 if pipe is not None and own is not None:
                     connected = pipe
                     await loop.connect_accepted_socket(lambda: connected, own)
