@@ -24,8 +24,8 @@ CLOSES_S = 2.0
 
 
 class Pipe(asyncio.Protocol):
-    """One end. From when it is connected it takes all that is put in the outbox, and closes when that has ended and is
-    empty. The first message of a turn of the loop goes out at once; those that follow it go together, at its end.
+    """One end. From `begin` on it takes all that is put in the outbox, and closes when that has ended and is empty. The
+    first message of a turn of the loop goes out at once; those that follow it go together, at its end.
     """
 
     def __init__(self, outbox: Outbox[Any], on_message: Callable[[bytes], None]) -> None:
@@ -49,10 +49,20 @@ class Pipe(asyncio.Protocol):
 
     def abort(self) -> None:
         """End it now; what was not sent is lost. Idempotent, also before it is connected."""
-        if self._transport is None:
-            self._end()
-        else:
+        if self.connected and self._transport is not None:
             self._transport.abort()
+        else:
+            self._end()
+
+    def begin(self) -> None:
+        """The connection is made, and the transport has the socket. (In `connection_made` uvloop has not: what closes
+        there is closed once more, whoever has the number by then.)"""
+        assert self._transport is not None
+        if self.over.done():
+            self._transport.abort()
+        else:
+            self.connected = True
+            self._outbox.feed(self._pump)
 
     def hold(self) -> None:
         """Take nothing more until `go_on`, unless the connection is gone: nothing follows then."""
@@ -74,12 +84,7 @@ class Pipe(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
-        if self.over.done():
-            self._transport.abort()
-            return
-        self.connected = True
         self._transport.set_write_buffer_limits(high=ROOM)
-        self._outbox.feed(self._pump)
 
     def data_received(self, data: bytes) -> None:
         self._came += data
@@ -150,8 +155,7 @@ class Pipe(asyncio.Protocol):
     def _pump(self) -> None:
         if self._outbox.over:
             self._expire()
-        if self._turn is None and self._room:
-            self._write()
+        if self._turn is None and self._room and self._write():
             self._turn = asyncio.get_running_loop().call_soon(self._turned)
 
     def _turned(self) -> None:
@@ -159,7 +163,8 @@ class Pipe(asyncio.Protocol):
         if self._outbox.over or len(self._outbox):  # put meanwhile, or more than there was room for
             self._pump()
 
-    def _write(self) -> None:
+    def _write(self) -> bool:
+        """Whether there was something."""
         assert self._transport is not None
         going = bytearray()
         while len(going) < ROOM and (message := self._outbox.pop()) is not None:
@@ -169,3 +174,4 @@ class Pipe(asyncio.Protocol):
         elif self._outbox.over:
             self._room = False
             self._transport.close()
+        return bool(going)

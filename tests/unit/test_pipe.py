@@ -63,6 +63,7 @@ class End:
 async def joined(pipe: Pipe, end: socket.socket) -> None:
     end.setblocking(False)
     await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=end)
+    pipe.begin()
 
 
 @asynccontextmanager

@@ -124,6 +124,7 @@ class Handovers:
                     connected = pipe
                     await loop.connect_accepted_socket(lambda: connected, own)
                     pipe = own = None
+                    connected.begin()
         except (TimeoutError, OSError) as error:
             log.debug("handover not finished", error=str(error) or "it took too long")
         finally:
