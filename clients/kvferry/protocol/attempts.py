@@ -85,14 +85,8 @@ def lease_of_some(request_id: str, lease: object) -> Conflict:
     return Conflict("order_conflict", why, field="source.lease", value=lease, remedy=remedy)
 
 
-def given_otherwise(order_id: str) -> Conflict:
-    why, remedy = f"order {order_id} was given already, otherwise", "give another order another order_id"
-    return Conflict("order_conflict", why, field="order_id", value=order_id, remedy=remedy)
-
-
-def given_long_ago(order_id: str) -> Conflict:
-    why = f"order {order_id} was given already, and its record is forgotten"
-    remedy = "give another order another order_id"
+def given_already(order_id: str, how: str) -> Conflict:
+    why, remedy = f"order {order_id} was given already, {how}", "give another order another order_id"
     return Conflict("order_conflict", why, field="order_id", value=order_id, remedy=remedy)
 
 

@@ -85,9 +85,9 @@ class Requests:
         if (known := self._orders.get(event.order_id)) is not None:
             number, said = known
             if said != event.said:
-                raise a.given_otherwise(event.order_id)
+                raise a.given_already(event.order_id, "otherwise")
             if number not in self.parts:
-                raise a.given_long_ago(event.order_id)
+                raise a.given_already(event.order_id, "and its record is forgotten")
             return [e.Taken(number, new=False)]
         effects = self._order(event)
         taken = effects[-1]
