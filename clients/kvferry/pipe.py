@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from kvferry.errors import Malformed
 from kvferry.memory.handover import LENGTH_NBYTES, framed
@@ -34,8 +34,6 @@ class Pipe(asyncio.Protocol):
         """The connection is gone, and all that came has been taken."""
         self.problem: Exception | None = None
         self._outbox, self._on_message = outbox, on_message
-        self.connected = False
-        """It has been; the outbox goes by it from then on."""
         self._transport: asyncio.Transport | None = None
         self._room = True
         """The socket takes more."""
@@ -49,20 +47,25 @@ class Pipe(asyncio.Protocol):
 
     def abort(self) -> None:
         """End it now; what was not sent is lost. Idempotent, also before it is connected."""
-        if self.connected and self._transport is not None:
-            self._transport.abort()
-        else:
+        if self._transport is None:
             self._end()
+        else:
+            self._transport.abort()
 
-    def begin(self) -> None:
+    @property
+    def connected(self) -> bool:
+        """It has been; the outbox goes by it from then on."""
+        return self._transport is not None
+
+    def begin(self, transport: asyncio.Transport) -> None:
         """The connection is made, and the transport has the socket. (In `connection_made` uvloop has not: what closes
         there is closed once more, whoever has the number by then.)"""
-        assert self._transport is not None
         if self.over.done():
-            self._transport.abort()
-        else:
-            self.connected = True
-            self._outbox.feed(self._pump)
+            transport.abort()
+            return
+        self._transport = transport
+        transport.set_write_buffer_limits(high=ROOM)
+        self._outbox.feed(self._pump)
 
     def hold(self) -> None:
         """Take nothing more until `go_on`, unless the connection is gone: nothing follows then."""
@@ -81,10 +84,6 @@ class Pipe(asyncio.Protocol):
         self._take()
 
     # ---- asyncio's calls ----
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
-        self._transport.set_write_buffer_limits(high=ROOM)
 
     def data_received(self, data: bytes) -> None:
         self._came += data

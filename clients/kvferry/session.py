@@ -164,8 +164,8 @@ class Session:
         self._watch(process)
         pipe = self._pipe = Pipe(self._commands, lambda message: self._hear(engine_pb2.Event.FromString(message)))
         pipe.over.add_done_callback(self._on_pipe_over)
-        await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=connection)
-        pipe.begin()
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=connection)
+        pipe.begin(transport)
 
     def _on_pipe_over(self, _: asyncio.Future[None]) -> None:
         """The stream tells why; where it does not, it is ended."""

@@ -62,8 +62,8 @@ class End:
 
 async def joined(pipe: Pipe, end: socket.socket) -> None:
     end.setblocking(False)
-    await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=end)
-    pipe.begin()
+    transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=end)
+    pipe.begin(transport)
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ SUFFIX = ".fd"
 MAX_FILES = 240
 """In one handover. Linux carries at most 253 with one message."""
 MAX_MESSAGE = 16 << 10
-HANDOVER_S, PIPE_S = 5.0, 1.0
+HANDOVER_S, OPENS_S = 5.0, 1.0
 LENGTH_NBYTES = 4
 
 
@@ -44,7 +44,7 @@ def hand_over(engine_socket: str, session: str, files: Sequence[int]) -> tuple[s
 def open_pipe(engine_socket: str, session: str) -> tuple[socket.socket, Process | None]:
     """(the session's pipe, see `kvferry.pipe`; the daemon's process), both the caller's to close. As `hand_over` of no
     files, with its errors; but each step takes at most 1 s: there is another way."""
-    with _exchange(engine_socket, PIPE_S) as handing:
+    with _exchange(engine_socket, OPENS_S) as handing:
         handing.sendall(framed(engine_pb2.Handover(session=session, pipe=True)))
         _answer(handing)
         pipe = handing.dup()

@@ -122,9 +122,9 @@ class Handovers:
                     await loop.sock_sendall(connection, answer[sent:])
                 if pipe is not None and own is not None:
                     connected = pipe
-                    await loop.connect_accepted_socket(lambda: connected, own)
+                    transport, _ = await loop.connect_accepted_socket(lambda: connected, own)
                     pipe = own = None
-                    connected.begin()
+                    connected.begin(transport)
         except (TimeoutError, OSError) as error:
             log.debug("handover not finished", error=str(error) or "it took too long")
         finally:
