@@ -229,8 +229,8 @@ class LeaseReader(_Answer):
     """A rank that reads a lease, or has read it.
 
     state: `reading`; `read`, it has all that it wanted; `left`, it has gone without, or its engine reads all anew in a
-    later attempt. bytes: what it has read, as it says when it closes the lease. attempt: of its engine; 0
-    where an order has brought its tables.
+    later attempt. bytes: what it has read, as it says when it closes the lease. attempt: the number of its engine's;
+    where orders bring their tables the one by which rank 0 counts those.
     """
 
     engine_id: str

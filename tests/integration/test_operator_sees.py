@@ -175,10 +175,12 @@ async def test_leases_are_listed_with_who_reads_them(scene: Scene, kvferry: Kvfe
     status, said = await kvferry("leases", "--daemon", scene.there.url)
     assert status == 0
     held, *ended = [line.split() for line in said.splitlines()[1:]]
-    assert held[:4] == ["published", f"{request_id}-held", "seen-source", "50"]
+    number = str(scene.source.lease(f"{request_id}-held"))
+    assert held[:5] == ["published", f"{request_id}-held", number, "seen-source", "50"]
     (read,) = [line for line in ended if line[1] == request_id]
-    assert read[0] == "released"
-    assert "seen-reader/0 read" in " ".join(read)
+    assert read[:3] == ["released", request_id, str(scene.source.lease(request_id))]
+    (record,) = await scene.router.transfers(request_id)
+    assert f"seen-reader/0 read in attempt {record.attempt}," in " ".join(read)
     assert (
         len(json.loads((await kvferry("leases", "--ended", "0", "--json", "--daemon", scene.there.url))[1])["leases"])
         == 1

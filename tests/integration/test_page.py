@@ -161,12 +161,13 @@ async def test_peers_are_a_matrix_and_the_plan_is_drawn(chrome: Browser, pair: P
 
 
 async def test_a_source_shows_what_it_serves_and_to_whom(chrome: Browser, pair: Pair, request_id: str) -> None:
-    await moved(pair, request_id)
+    record = await moved(pair, request_id)
     async with watching(chrome, pair.prefill.daemons[0]) as page:
         await page.scroll_to("leases")
         lease = f"[...document.querySelectorAll('#leases tr')].find((it) => it.innerText.includes({request_id!r}))"
         await page.until(f"{lease}?.innerText.includes('released')")
-        assert "decode rank 0–2 read" in await page.value(f"{lease}.innerText")
+        said, number = await page.value(f"{lease}.innerText"), pair.prefill.lease(request_id)
+        assert "decode rank 0–2 read" in said and f"attempt {record.attempt}" in said and f"lease {number}" in said
         await page.scroll_to("all-peers")
         await page.until("document.querySelector('#inbound').innerText.includes('decode rank 2 of 3')")
         totals = "[...document.querySelectorAll('#totals div')].find((it) => it.innerText.includes('served')).innerText"

@@ -148,19 +148,20 @@ def test_transfers_are_a_table_with_the_unfinished_first() -> None:
     source = SourceBody(engine_id="prefill", address="h:1")
     ended = TransferRecord(
         transfer_id="1", request_id="old\x1b[2J", engine_id="decode", source=source, state=TransferState.FAILED,
-        error=ErrorBody(code="deadline", message="too late"), created_at=time.time(),
+        error=ErrorBody(code="deadline", message="too late"), created_at=time.time(), attempt=0,
     )  # fmt: skip
     live = TransferRecord(
         transfer_id="2", request_id="new", engine_id="decode", source=source, state=TransferState.READING,
-        bytes=3 << 30, path="staged", bytes_per_s=2 << 30,
+        bytes=3 << 30, path="staged", bytes_per_s=2 << 30, attempt=7, lease=12,
         phases_ms={"waiting": 1, "reading": 1500}, created_at=time.time() - 1.5,
     )  # fmt: skip
     lines = transfers.transfer_table([ended, live]).splitlines()
-    heads = ["STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "WAITED", "BEGAN", "ERROR"]
-    assert lines[0].split() == heads
+    numbers, what = ["ATTEMPT", "LEASE"], ["FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "WAITED", "BEGAN", "ERROR"]
+    assert lines[0].split() == ["STATE", "REQUEST", *numbers, *what]
     began = time.strftime("%m-%d %H:%M:%S", time.localtime(live.created_at))
-    moved = ["reading", "new", "prefill", "decode", "staged", "3.0", "GiB", "2.0", "GiB/s", "1.5", "s", "1.0", "ms"]
-    assert lines[1].split() == [*moved, *began.split()]
+    moved = ["prefill", "decode", "staged", "3.0", "GiB", "2.0", "GiB/s", "1.5", "s", "1.0", "ms"]
+    assert lines[1].split() == ["reading", "new", "7", "12", *moved, *began.split()]
+    assert lines[2].split()[2:4] == ["-", "-"], "neither is known yet"
     assert "deadline: too late" in lines[2]
     assert "\x1b" not in lines[2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from kvferry.schemas import LeaseState, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import LEASE_STATES, PATHS, TRANSFER_STATES
+from kvferryd.config import OPTIONS
 from kvferryd.paths.move import PathName
 
-PROTO = Path(__file__).parents[2] / "proto"
+ROOT = Path(__file__).parents[2]
+PROTO = ROOT / "proto"
 BUF = Path(sys.executable).with_name("buf")
 
 
@@ -44,3 +47,16 @@ def test_every_state_and_path_has_its_enum_and_no_enum_has_more() -> None:
     assert TRANSFER_STATES[TransferState.DONE] == layout_pb2.TRANSFER_STATE_DONE
     assert LEASE_STATES[LeaseState.EXPIRED] == layout_pb2.LEASE_STATE_EXPIRED
     assert PATHS["mapped"] == layout_pb2.PATH_MAPPED
+
+
+def test_the_page_of_the_protocol_names_no_field_that_is_gone() -> None:
+    """Of the two services; beside fields it names codes of errors and settings."""
+    page, files = (ROOT / "docs" / "protocol.md").read_text(), (engine_pb2, layout_pb2, peer_pb2)
+    services = page.partition("## Engine service")[2].partition("## Refusals")[0]
+    named = {name.rpartition(".")[2] for name in re.findall(r"`([a-z][\w.]*)`", services)}
+    there = {
+        field.name for file in files for each in file.DESCRIPTOR.message_types_by_name.values() for field in each.fields
+    }
+    codes = set(re.findall(r'<a id="(\w+)">', (ROOT / "docs" / "reference" / "errors.md").read_text()))
+    assert {"lease", "attempt", "lease_ended", "allow_peers"} <= named
+    assert named - there - codes - OPTIONS.keys() == set()

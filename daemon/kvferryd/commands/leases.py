@@ -22,14 +22,20 @@ async def leases(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def lease_table(found: Sequence[LeaseRecord]) -> str:
-    """Held leases come first, then the newest. READERS: who reads or has read it, each with its state and bytes."""
+    """Held leases come first, then the newest. READERS: who reads or has read it, in which attempt, and the bytes."""
     rows = []
     for lease in sorted(found, key=lambda lease: (lease.state.ended, -lease.created_at)):
-        readers = (f"{each.engine_id}/{each.rank} {each.state} {size(each.bytes)}" for each in lease.readers)
+        readers = (
+            f"{each.engine_id}/{each.rank} {each.state} in attempt {each.attempt}, {size(each.bytes)}"
+            for each in lease.readers
+        )
         left = duration(lease.expires_in_ms) if lease.expires_in_ms is not None else "-"
         rows.append((
-            lease.state.value, lease.request_id, lease.engine_id, str(lease.num_tokens), size(lease.bytes),
-            ", ".join(readers) or "-", duration(lease.age_ms), left, moment(lease.created_at), lease.reason,
+            lease.state.value, lease.request_id, str(lease.lease), lease.engine_id, str(lease.num_tokens),
+            size(lease.bytes), "; ".join(readers) or "-", duration(lease.age_ms), left, moment(lease.created_at),
+            lease.reason,
         ))  # fmt: skip
-    heads = ("STATE", "REQUEST", "ENGINE", "TOKENS", "SERVED", "READERS", "AGE", "EXPIRES IN", "BEGAN", "REASON")
+    heads = (
+        "STATE", "REQUEST", "LEASE", "ENGINE", "TOKENS", "SERVED", "READERS", "AGE", "EXPIRES IN", "BEGAN", "REASON",
+    )  # fmt: skip
     return table(heads, rows, "no leases", bad=(LeaseState.EXPIRED, LeaseState.REVOKED))

@@ -45,12 +45,12 @@ def transfer_table(records: Sequence[TransferRecord]) -> str:
         source = record.source.engine_id if record.source else "-"
         why = f"{record.error.code}: {record.error.message}" if record.error else ""
         rows.append((
-            record.state.value, record.request_id, source, record.engine_id, record.path or "-", size(record.bytes),
-            rate(record.bytes_per_s), duration(_total_ms(record)), duration(record.phases_ms.get("waiting", 0.0)),
-            moment(record.created_at), why,
+            record.state.value, record.request_id, str(record.attempt or "-"), str(record.lease or "-"), source,
+            record.engine_id, record.path or "-", size(record.bytes), rate(record.bytes_per_s),
+            duration(_total_ms(record)), duration(record.phases_ms.get("waiting", 0.0)), moment(record.created_at), why,
         ))  # fmt: skip
-    heads = ("STATE", "REQUEST", "FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "WAITED", "BEGAN", "ERROR")
-    return table(heads, rows, "no transfers", bad=(TransferState.FAILED,))
+    numbers, what = ("ATTEMPT", "LEASE"), ("FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "WAITED", "BEGAN", "ERROR")
+    return table(("STATE", "REQUEST", *numbers, *what), rows, "no transfers", bad=(TransferState.FAILED,))
 
 
 def _total_ms(record: TransferRecord) -> float:

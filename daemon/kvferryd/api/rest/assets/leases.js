@@ -21,11 +21,11 @@ function left(lease) {
   return lease.expires_in_ms === null ? "–" : ms > 0 ? span(ms) : "over";
 }
 
-// Ranks of one engine that fare alike, together.
+// Ranks of one engine that fare alike in one attempt, together.
 function readers(lease) {
-  const alike = Map.groupBy(lease.readers, (reader) => `${reader.engine_id}\n${reader.state}`);
+  const alike = Map.groupBy(lease.readers, (reader) => `${reader.engine_id}\n${reader.state}\n${reader.attempt}`);
   const said = [...alike.values()].map((list) => make("span", { class: list[0].state === "left" ? "bad" : "" }, make("code", {}, list[0].engine_id),
-    make("small", {}, `${list[0].world_size > 1 ? ` rank ${ranges(list.map((reader) => reader.rank))}` : ""} ${SAID[list[0].state] ?? list[0].state}`)));
+    make("small", {}, `${list[0].world_size > 1 ? ` rank ${ranges(list.map((reader) => reader.rank))}` : ""} ${SAID[list[0].state] ?? list[0].state}, attempt ${list[0].attempt}`)));
   const open = lease.readers_expected - lease.readers_closed;
   return said.length ? said.flatMap((each, i) => i ? [make("br"), each] : [each])
     : [make("small", {}, open > 0 && !over(lease) ? `${count(open)} to come` : "nobody")];
@@ -36,7 +36,7 @@ function draw(row, lease) {
   row.className = over(lease) ? "over" : "live";
   parts.time.textContent = clock(lease.created_at * 1000);
   parts.state.replaceChildren(chip(lease.state));
-  parts.request.replaceChildren(make("span", {}, lease.request_id), make("small", {}, ` ${lease.engine_id}`));
+  parts.request.replaceChildren(make("span", {}, lease.request_id), make("small", {}, ` ${lease.engine_id}, lease ${lease.lease}`));
   if (lease.reason && lease.state !== "released") parts.request.append(make("p", { class: "why" }, lease.reason));
   parts.readers.replaceChildren(...readers(lease));
   parts.tokens.textContent = count(lease.num_tokens);
@@ -44,7 +44,7 @@ function draw(row, lease) {
   parts.left.textContent = left(lease);
 }
 
-const name = (lease) => `${lease.engine_id}\n${lease.epoch}\n${lease.request_id}\n${lease.created_at}`;
+const name = (lease) => `${lease.engine_id}\n${lease.epoch}\n${lease.request_id}\n${lease.lease}`;
 
 export function setLeases({ leases, total }) {
   const ended = leases.filter(over).length;
