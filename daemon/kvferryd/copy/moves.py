@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -14,7 +14,6 @@ from kvferry.manifest import Manifest
 from kvferry.tables import BlockTable, Tables
 from kvferryd.copy.batch import PAGE_NBYTES, Batch, Side, Table, shorter, standing
 from kvferryd.plan import Bound, Left, Plan, bind
-from kvferryd.plan.axes import Ints
 from kvferryd.plan.rows import Pattern
 from kvferryd.plan.segments import EVERY
 
@@ -46,20 +45,13 @@ def moves(bound: Bound) -> list[Move]:
     found = []
     for copy, segments in bound.pairs:
         where = copy.source_rank, copy.source.region, copy.destination.region
-        for length, chosen in _by_length(segments.tokens):
+        for length, chosen in segments.lengths:
             source, destination = segments.source_offsets[chosen], segments.destination_offsets[chosen]
             for pattern in copy.patterns(length, segments.steps):
                 rows, own_rows = tables(pattern)
                 batch = Batch(pattern.nbytes, len(rows.offsets), Side(source, rows), Side(destination, own_rows))
                 found.append(Move(*where, batch))
     return found
-
-
-def _by_length(tokens: Ints) -> Iterable[tuple[int, Any]]:
-    """(length, index of the segments that have it)."""
-    if len(tokens) and (tokens == tokens[0]).all():
-        return [(int(tokens[0]), slice(None))]
-    return [(length, tokens == length) for length in np.unique(tokens).tolist()]
 
 
 def mapped(

@@ -21,7 +21,7 @@ from kvferryd.plan.axes import Ints, offsets
 from kvferryd.plan.left import NOTHING, Left
 from kvferryd.plan.plan import Copy, Meeting, Plan
 from kvferryd.plan.rows import Pattern, coalesce
-from kvferryd.plan.segments import EVERY, Segments, Steps, counted, distinct, global_token, local_tokens, shared
+from kvferryd.plan.segments import EVERY, ByLength, Segments, Steps, by_length, global_token, local_tokens, shared
 
 EXACT_RUNS = 16_384
 """Up to this many runs, those of different rows are joined too (a sort, 1 ms); beyond, only a few could still join, and
@@ -69,7 +69,7 @@ class Bound:
         """Bytes by source rank."""
         found: dict[int, int] = defaultdict(int)
         for copy, segments in self.pairs:
-            found[copy.source_rank] += copy.bytes_per_token * int(segments.tokens.sum())
+            found[copy.source_rank] += copy.bytes_per_token * segments.tokens
         return found
 
     def without(self, ranks: Collection[int]) -> Bound:
@@ -78,7 +78,7 @@ class Bound:
 
     @property
     def segment_count(self) -> int:
-        return sum(len(segments.tokens) for _, segments in self.pairs)
+        return sum(len(segments) for _, segments in self.pairs)
 
     @cached_property
     def run_count(self) -> int:
@@ -89,9 +89,7 @@ class Bound:
     def most_runs(self) -> int:
         """At least run_count, without making any run."""
         return sum(
-            copy.most_runs(tokens, each.steps) * times
-            for copy, each in self.pairs
-            for tokens, times in counted(each.tokens)
+            copy.most_runs(tokens, each.steps) * times for copy, each in self.pairs for tokens, times in each.counted
         )
 
     @cached_property
@@ -138,55 +136,52 @@ def bind(
         for piece, blocks, own_blocks in met[key]:
             source = offsets(blocks, copy.source.block) + piece.source_slots
             destination = offsets(own_blocks, copy.destination.block) + piece.own_slots
-            pairs.append((copy, Segments(piece.steps, source, destination, piece.tokens)))
+            pairs.append((copy, Segments(piece.steps, source, destination, piece.lengths)))
     return Bound(tuple(pairs))
 
 
 class _Piece(NamedTuple):
     """Segments before they meet the tables: the index of the block on either side in which each begins, the bytes from
-    there to its first slot, and its tokens."""
+    there to its first slot, and their tokens."""
 
     steps: Steps
     source_index: Ints
     source_slots: Ints
     own_index: Ints
     own_slots: Ints
-    tokens: Ints
+    lengths: ByLength
 
 
 _Met: TypeAlias = tuple[_Piece, Ints, Ints]
 """Segments and the blocks of either side in which they lie."""
 _Key: TypeAlias = tuple[Meeting, int, int]
 """All that a cut depends on in a request: the meeting, and the first token of the source's table and of ours."""
-_ZERO, _ONE = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-_STATE = _Piece(EVERY, _ZERO, _ZERO, _ZERO, _ZERO, _ONE)
+_ZERO = np.zeros(1, dtype=np.int64)
+_STATE = _Piece(EVERY, _ZERO, _ZERO, _ZERO, _ZERO, ((1, slice(None)),))
 
 
-class _Cut:
-    """The global tokens [start, stop) that both sides hold, from these local tokens of either side's table on, cut into
-    segments. Most copies of a plan share it."""
+class _Cut(NamedTuple):
+    """Global tokens that both sides hold, cut into segments. Most copies of a plan share it.
 
-    def __init__(self, meeting: Meeting, tokens: tuple[int, int], first_tokens: tuple[int, int]) -> None:
-        self._meeting, self._first_tokens = meeting, first_tokens
-        dropped = meeting.dropped(tokens, first_tokens[0])
-        self._strands = shared(meeting.source_shard, meeting.own_shard, tokens, first_tokens[1], dropped)
+    source_span: the first of the source's local tokens that are read, and the one after the last.
+    """
 
-    @cached_property
-    def source_span(self) -> tuple[int, int] | None:
-        """The first of the source's local tokens that are read, and the one after the last."""
-        spans = [each.source_span for each in self._strands]
-        return (min(first for first, _ in spans), max(stop for _, stop in spans)) if spans else None
+    source_span: tuple[int, int] | None
+    pieces: list[_Piece]
 
-    @cached_property
-    def pieces(self) -> list[_Piece]:
-        found, meeting = [], self._meeting
-        for each in self._strands:
-            starts, own_starts, count = each.cut(self._first_tokens, meeting.grains)
-            index, slots = np.divmod(starts, meeting.source_block)
-            own_index, own_slots = np.divmod(own_starts, meeting.own_block)
-            slots, own_slots = offsets(slots, meeting.source_slot), offsets(own_slots, meeting.own_slot)
-            found.append(_Piece(each.steps, index, slots, own_index, own_slots, count))
-        return found
+
+def _cut(meeting: Meeting, tokens: tuple[int, int], first_tokens: tuple[int, int]) -> _Cut:
+    """Cut the tokens [start, stop), from these local tokens of either side's table on."""
+    dropped = meeting.dropped(tokens, first_tokens[0])
+    spans, pieces = [], []
+    for each in shared(meeting.strands(tokens), meeting.own_shard, tokens, first_tokens[1], dropped):
+        starts, own_starts, count = each.cut(first_tokens, meeting.grains)
+        index, slots = np.divmod(starts, meeting.source_block)
+        own_index, own_slots = np.divmod(own_starts, meeting.own_block)
+        slots, own_slots = offsets(slots, meeting.source_slot), offsets(own_slots, meeting.own_slot)
+        spans.append(each.source_span)
+        pieces.append(_Piece(each.steps, index, slots, own_index, own_slots, by_length(count)))
+    return _Cut((min(first for first, _ in spans), max(stop for _, stop in spans)) if spans else None, pieces)
 
 
 def _meet(
@@ -209,7 +204,7 @@ def _meet(
     # Tokens before the destination's first are cached there.
     key = (copy.meeting, theirs.first_token, ours.first_token)
     if key not in cuts:
-        cuts[key] = _Cut(copy.meeting, tokens, key[1:])
+        cuts[key] = _cut(copy.meeting, tokens, key[1:])
     cut = cuts[key]
     if cut.source_span:
         check_holds(theirs, source, *cut.source_span, whose)
@@ -285,28 +280,38 @@ def _wrong(code: str, whose: str, group: Group, what: str, field: str, value: ob
 
 
 def _repeat(copy: Copy, segments: Segments) -> Iterator[Repeated]:
-    kinds: dict[bytes, list[tuple[Pattern, Ints]]] = defaultdict(list)
-    for length in distinct(segments.tokens).tolist():
-        of_length = np.flatnonzero(segments.tokens == length)
+    kinds: dict[bytes, list[tuple[Pattern, Ints, Ints]]] = defaultdict(list)
+    for length, chosen in segments.lengths:
+        source, own = segments.source_offsets[chosen], segments.destination_offsets[chosen]
         for pattern in copy.patterns(length, segments.steps):
-            kinds[pattern.key].append((pattern, of_length))
+            kinds[pattern.key].append((pattern, source, own))
     for found in kinds.values():
-        pattern = found[0][0]
-        index = np.concatenate([of_length for _, of_length in found])
-        nbytes = np.repeat([p.nbytes for p, _ in found], [len(of_length) for _, of_length in found])
-        yield Repeated(pattern, *coalesce(segments.source_offsets[index], segments.destination_offsets[index], nbytes))
+        parts = [(source, own, _filled(len(source), value=pattern.nbytes)) for pattern, source, own in found]
+        yield Repeated(found[0][0], *coalesce(*_columns(parts)))
+
+
+def _filled(*shape: int, value: int | Ints) -> Ints:
+    filled = np.empty(shape, dtype=np.int64)
+    filled[:] = value
+    return filled
 
 
 def _expand(repeated: Repeated) -> tuple[Ints, Ints, Ints]:
-    pattern = repeated.pattern
+    pattern, nbytes = repeated.pattern, repeated.nbytes
     return (
         (pattern.source_offsets[:, None] + repeated.source_offsets).ravel(),
         (pattern.destination_offsets[:, None] + repeated.destination_offsets).ravel(),
-        np.tile(repeated.nbytes, len(pattern.source_offsets)),
+        _filled(len(pattern.source_offsets), len(nbytes), value=nbytes).ravel(),
     )
 
 
+def _columns(parts: list[tuple[Ints, Ints, Ints]]) -> tuple[Ints, Ints, Ints]:
+    if len(parts) == 1:
+        return parts[0]
+    source, destination, nbytes = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return source, destination, nbytes
+
+
 def _join(parts: list[tuple[Ints, Ints, Ints]]) -> tuple[Ints, Ints, Ints]:
-    columns = parts[0] if len(parts) == 1 else [np.concatenate(column) for column in zip(*parts, strict=True)]
-    source, destination, nbytes = columns
-    return coalesce(source, destination, nbytes) if len(source) <= EXACT_RUNS else (source, destination, nbytes)
+    columns = _columns(parts)
+    return coalesce(*columns) if len(columns[0]) <= EXACT_RUNS else columns

@@ -65,6 +65,6 @@ def _slots(meeting: Meeting, tokens: tuple[int, int], rest: int, theirs: int, ou
         strands.own_tokens
         for span in spans
         if span[0] < span[1]
-        for strands in shared(source, own, span, ours.first_token)
+        for strands in shared(meeting.strands(span), own, span, ours.first_token)
     ]
     return np.concatenate(found) - ours.first_token if found else np.zeros(0, dtype=np.int64)

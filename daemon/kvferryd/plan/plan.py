@@ -17,7 +17,7 @@ from kvferryd.plan.axes import Ints, Layout, Loop, Radix, layouts, step
 from kvferryd.plan.choose import Choice, Held, choose
 from kvferryd.plan.refused import PlanRefused
 from kvferryd.plan.rows import Boxes, Pattern, most_runs, patterns
-from kvferryd.plan.segments import EVERY, Steps, local_tokens
+from kvferryd.plan.segments import EVERY, Pairs, Steps, local_tokens, strands_between, strands_of
 
 
 class Place(NamedTuple):
@@ -46,6 +46,15 @@ class Meeting:
         """Slots that lie regularly in memory, on either side: the innermost digit's extent."""
         source, own = (slot[-1][0] if slot else 1 for slot in (self.source_slot, self.own_slot))
         return source, own
+
+    @cached_property
+    def _strands(self) -> Pairs | None:
+        return strands_of(self.source_shard, self.own_shard)
+
+    def strands(self, tokens: tuple[int, int]) -> Pairs:
+        """The strands in which tokens that both sides hold are found; where a round of them is long, of these alone."""
+        known = self._strands
+        return strands_between(self.source_shard, self.own_shard, tokens) if known is None else known
 
     def dropped(self, tokens: tuple[int, int], theirs: int) -> int:
         """How many of the source's first local tokens it has dropped from its sliding window, though the destination

@@ -69,10 +69,12 @@ def coalesce(source: Ints, destination: Ints, nbytes: Ints) -> tuple[Ints, Ints,
     """Sort runs by source offset and join those that touch on both sides."""
     if len(source) < 2:
         return source, destination, nbytes
-    order = np.argsort(source, kind="stable")
+    order = source.argsort(kind="stable")
     source, destination, nbytes = source[order], destination[order], nbytes[order]
     ends = (source[:-1] + nbytes[:-1] != source[1:]) | (destination[:-1] + nbytes[:-1] != destination[1:])
-    first = np.concatenate(([0], np.flatnonzero(ends) + 1))
+    if ends.all():
+        return source, destination, nbytes
+    first = np.concatenate(([0], ends.nonzero()[0] + 1))
     return source[first], destination[first], np.add.reduceat(nbytes, first)
 
 

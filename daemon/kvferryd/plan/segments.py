@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,14 +43,33 @@ EVERY = Steps(1, 1, 1)
 """All tokens, on both sides."""
 
 
+ByLength: TypeAlias = tuple[tuple[int, Any], ...]
+"""(length, an index of the segments that have it), ascending."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Segments: the bytes at which each begins, and its tokens."""
+    """Segments: the bytes at which each begins, and their tokens."""
 
     steps: Steps
     source_offsets: Ints
     destination_offsets: Ints
-    tokens: Ints
+    lengths: ByLength
+
+    def __len__(self) -> int:
+        return len(self.source_offsets)
+
+    @property
+    def tokens(self) -> int:
+        """Of all of them."""
+        return sum(length * times for length, times in self.counted)
+
+    @property
+    def counted(self) -> list[tuple[int, int]]:
+        """(length, how many segments have it), ascending."""
+        if len(self.lengths) == 1:
+            return [(self.lengths[0][0], len(self))]
+        return [(length, len(chosen)) for length, chosen in self.lengths]
 
 
 class Side(NamedTuple):
@@ -81,6 +99,10 @@ class Side(NamedTuple):
     def counted_from(self, first_token: int) -> Side:
         """The same in slots of a table that begins at this local token."""
         return self if first_token == 0 else Side(self.at - first_token, self.row, self.step)
+
+
+Pairs: TypeAlias = tuple[tuple[Side, Side], ...]
+"""Strands by their steps, as the source and as our side see them."""
 
 
 class Strands(NamedTuple):
@@ -162,12 +184,13 @@ class Strands(NamedTuple):
 
 
 def shared(
-    source: TokenShard, own: TokenShard, tokens: tuple[int, int], own_first: int, source_first: int = 0
+    strands: Pairs, own: TokenShard, tokens: tuple[int, int], own_first: int, source_first: int = 0
 ) -> list[Strands]:
-    """The global tokens [start, stop) that both sides hold, from these local tokens of either side on."""
+    """The global tokens [start, stop) that both sides hold, from these local tokens of either side on. strands: those
+    in which the two sides meet, see `strands_of`."""
     begin, end = max(local_tokens(own, tokens[0]), own_first), local_tokens(own, tokens[1])
     found = []
-    for theirs, ours in _strands(source, own, tokens):
+    for theirs, ours in strands:
         first, stop = ours.before(begin), ours.before(end)
         if source_first:
             first = np.maximum(first, theirs.before(source_first))
@@ -179,17 +202,18 @@ def shared(
     return found
 
 
-def _strands(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> tuple[tuple[Side, Side], ...]:
+def strands_of(source: TokenShard, own: TokenShard) -> Pairs | None:
+    """The strands of all tokens; None where their round is too long to be spelled out."""
     period = math.lcm(_ring(source), _ring(own))
-    if period <= ROUND:
-        return _round(source, own, period)
-    length = tokens[1] - tokens[0]  # no row comes again in it
-    return tuple(_of_equal_rows(_intervals(source, own, tokens), length, length))
-
-
-@lru_cache(maxsize=256)
-def _round(source: TokenShard, own: TokenShard, period: int) -> tuple[tuple[Side, Side], ...]:
+    if period > ROUND:
+        return None
     return tuple(_of_equal_rows(_intervals(source, own, (0, period)), period // source.size, period // own.size))
+
+
+def strands_between(source: TokenShard, own: TokenShard, tokens: tuple[int, int]) -> Pairs:
+    """The strands of these tokens, in which no row comes again."""
+    length = tokens[1] - tokens[0]
+    return tuple(_of_equal_rows(_intervals(source, own, tokens), length, length))
 
 
 def _of_equal_rows(intervals: tuple[Ints, Ints, Ints], source_step: int, own_step: int) -> Iterator[tuple[Side, Side]]:
@@ -244,15 +268,18 @@ def _lengths(starts: Ints, ends: Ints) -> Ints:
     return lengths
 
 
-def counted(values: Ints) -> list[tuple[int, int]]:
-    """(value, how often it is there), ascending."""
-    found = distinct(values)
-    return list(zip(found.tolist(), np.bincount(np.searchsorted(found, values)).tolist(), strict=True))
+def by_length(tokens: Ints) -> ByLength:
+    """Segments of so many tokens, grouped."""
+    if len(tokens) and (tokens == tokens[0]).all():
+        return ((int(tokens[0]), slice(None)),)
+    return tuple((length, (tokens == length).nonzero()[0]) for length in distinct(tokens).tolist())
 
 
 def distinct(values: Ints) -> Ints:
     """Sorted, each once. Runs of ascending values make a stable sort a merge: a tenth of the time of np.unique."""
-    values = np.sort(values, kind="stable")
-    fresh = np.ones(len(values), dtype=bool)
+    values = values.copy()
+    values.sort(kind="stable")
+    fresh = np.empty(len(values), dtype=bool)
+    fresh[:1] = True
     np.not_equal(values[1:], values[:-1], out=fresh[1:])
     return values[fresh]
