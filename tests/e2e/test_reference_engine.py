@@ -463,8 +463,26 @@ def stands_still(service: Served | DaemonService) -> Iterator[None]:
 
 
 def leases_of(daemon: DaemonService, request_id: str) -> list[dict]:
-    leases = httpx.get(f"{daemon.url}/v1/leases", timeout=60).json()["leases"]
+    leases = httpx.get(f"{daemon.url}/v1/leases?ended=100", timeout=60).json()["leases"]
     return [lease for lease in leases if lease["request_id"] == request_id]
+
+
+def test_a_handover_carries_the_epoch_and_the_lease_and_its_record_has_the_attempt(pair):
+    handed, attempts = [], []
+    for request_id in ("numbered-1", "numbered-2"):
+        first, _ = pair.turn(prompt(60, seed=len(handed)), 2, request_id)
+        handed.append(first["kv_transfer_params"])
+        asked = httpx.get(f"{pair.decode_daemons[3].url}/v1/transfers?request_id={request_id}", timeout=60).json()
+        (record,) = asked["transfers"]
+        read = record["source"]["epoch"], record["source"]["lease"], record["lease"]
+        assert read == (handed[-1]["remote_epoch"], handed[-1]["remote_lease"], handed[-1]["remote_lease"])
+        attempts.append(record["attempt"])
+        for daemon in pair.prefill_daemons:
+            (lease,) = leases_of(daemon, request_id)
+            assert (lease["epoch"], lease["lease"]) == read[:2]
+            assert {reader["attempt"] for reader in lease["readers"]} == {record["attempt"]}
+    assert handed[0]["remote_epoch"] == handed[1]["remote_epoch"]
+    assert handed[0]["remote_lease"] < handed[1]["remote_lease"] and 0 < attempts[0] < attempts[1]
 
 
 def test_a_long_prefill_is_published_while_it_computes(engine, pair):

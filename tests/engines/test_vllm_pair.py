@@ -278,9 +278,23 @@ def test_a_decode_that_needs_nothing_tells_the_source(engines: Pair) -> None:
     assert eventually(lambda: params["remote_request_id"] not in {lease.request_id for lease in engines.leases()})
 
 
+def test_a_handover_carries_the_epoch_and_the_lease_and_its_record_has_the_attempt(engines: Pair) -> None:
+    moved = []
+    for seed in (50, 51):
+        tokens = prompt(90, seed=seed)
+        params = engines.prefilled(tokens)
+        (lease,) = [each for each in engines.leases() if each.request_id == params["remote_request_id"]]
+        assert (lease.epoch, lease.lease) == (params["remote_epoch"], params["remote_lease"])
+        assert complete(engines.decode, tokens, kv_transfer_params=params).status_code == 200
+        moved.append(engines.transfers()[-1])
+        assert moved[-1].source is not None and moved[-1].request_id == lease.request_id
+        assert (moved[-1].source.epoch, moved[-1].source.lease, moved[-1].lease) == (lease.epoch, *2 * (lease.lease,))
+    assert 0 < moved[0].attempt < moved[1].attempt
+
+
 def test_the_prefill_answer_has_what_routers_pass_on(engines: Pair) -> None:
     params = engines.prefilled(prompt(77, seed=10))
-    wanted = {*PREFILL_LEG, "remote_request_id", "remote_num_tokens", "remote_epoch", "tp_size"}
+    wanted = {*PREFILL_LEG, "remote_request_id", "remote_num_tokens", "remote_epoch", "remote_lease", "tp_size"}
     assert wanted <= set(params)
     assert params["do_remote_prefill"] is True
     assert params["do_remote_decode"] is False

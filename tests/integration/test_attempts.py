@@ -10,9 +10,9 @@ import pytest
 from fleet import TIMEOUT_S, Daemons, refusal, retired, until
 from lives import engine_on
 from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled, waits_for
-from ranks import Blocks, Shape, TestEngine
+from ranks import Blocks, Kv, Shape, TestEngine
 
-from kvferry.engine import EngineClient, Received
+from kvferry.engine import EngineClient, Lease, Received
 from kvferry.errors import KvferryError
 from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import Awaited, LeaseState, OrderBody, TransferRecord, TransferState
@@ -291,3 +291,46 @@ async def test_an_engine_that_was_started_anew_counts_from_1_again(
         async with asyncio.timeout(TIMEOUT_S):
             assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
         await reader.close()
+
+
+async def test_an_engine_that_is_started_anew_while_it_reads_begins_below_its_last_attempt(
+    pair: Pair, daemons: Daemons, request_id: str
+) -> None:
+    """What its last start was reading ends there: it is no newer attempt, and no reader of the lease any more."""
+    ours, theirs = await daemons.start("midway", 2), pair.prefill.take(TOKENS)
+    kv, number = Kv.random(TOKENS), pair.prefill.next_lease()
+    pair.prefill.write(kv, theirs)
+
+    async def publish(tokens: int) -> list[Lease]:
+        more = {"lease": number, "more": tokens < TOKENS}
+        return list(await asyncio.gather(
+            *(each.client.publish(request_id, theirs.tables(), tokens, **more) for each in pair.prefill.ranks)
+        ))  # fmt: skip
+
+    await publish(48)
+    async with AsyncExitStack() as stack:
+        routers = [await stack.enter_async_context(RouterClient(each.url)) for each in ours]
+        before = await TestEngine.start("midway", ours, TWO)
+        order = OrderBody(request_id=request_id, source=pair.prefill.source(), deadline_ms=1e3 * TIMEOUT_S)
+        first = await routers[1].order(order)
+        reading = asyncio.create_task(before.outcomes(request_id, before.take(TOKENS), attempt=7))
+        for router in routers:
+            await until(lambda router=router: is_in(router, request_id, TransferState.READING), "it is read")
+        await before.close()
+        assert all(isinstance(outcome, KvferryError) for outcome in await reading)
+        after = await TestEngine.start("midway", ours, TWO)
+        assert (await routers[0].wait(first.transfer_id, timeout_s=TIMEOUT_S)).state is TransferState.FAILED
+        blocks, expected = after.take(TOKENS), after.snapshot()
+        after.write_into(expected, kv, blocks)
+        second = await routers[1].order(order)
+        receiving = asyncio.create_task(after.receive(request_id, blocks, attempt=1))
+        for router in routers:
+            await until(lambda router=router: is_in(router, request_id, TransferState.READING), "it is read again")
+        leases = await publish(TOKENS)
+        assert {each.lease for each in await receiving} == {number}
+        record = await routers[0].wait(second.transfer_id, timeout_s=TIMEOUT_S)
+        assert (record.state, record.attempt) == (TransferState.DONE, 1), record
+        assert not after.differences(expected)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
+        await after.close()
