@@ -79,6 +79,23 @@ async def test_a_drain_that_is_asked_for_does_not_end_the_daemon(
     await router.cancel_drain()
 
 
+async def test_what_an_engine_publishes_while_its_daemon_drains_is_read_and_waited_for(
+    pair: Pair, daemon: DaemonService, stack: AsyncExitStack, request_id: str
+) -> None:
+    """Its requests are computed already. To send it no more is the router's part, or the engine's, which is told."""
+    engine, router = await engine_on(stack, "drain-g", daemon)
+    await published(engine, f"{request_id}-before")
+    waiting = asyncio.create_task(router.drain(wait_s=20))
+    await asyncio.wait_for(engine.ranks[0].client.draining.wait(), TIMEOUT_S)
+    kv, leases = await published(engine, request_id)
+    await router.revoke_lease(f"{request_id}-before")
+    assert (await router.drain_status()).leases == 1 and not waiting.done()
+    await pair.decode.gets(request_id, kv, source=engine.source())
+    assert await leases[0].ended() is LeaseState.RELEASED
+    assert (await waiting).drained
+    await router.cancel_drain()
+
+
 async def test_a_drain_can_be_taken_back_and_the_log_says_who_asked(
     pair: Pair, daemon: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:

@@ -50,7 +50,7 @@ def test_every_state_and_path_has_its_enum_and_no_enum_has_more() -> None:
 
 
 def test_the_page_of_the_protocol_names_no_field_that_is_gone() -> None:
-    """Of the two services; beside fields it names codes of errors and settings."""
+    """The two services; beside fields it names codes of errors and settings."""
     page, files = (ROOT / "docs" / "protocol.md").read_text(), (engine_pb2, layout_pb2, peer_pb2)
     services = page.partition("## Engine service")[2].partition("## Refusals")[0]
     named = {name.rpartition(".")[2] for name in re.findall(r"`([a-z][\w.]*)`", services)}
