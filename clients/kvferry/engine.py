@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineClient", "Lease", "Received", "TransferFailed", "Unsettled"]
 
 E = TypeVar("E", LeaseState, TransferState)
+LEASE_ENDS = {state.value: state for state in LeaseState if state.ended}
+TRANSFER_ENDS = {state.value: state for state in TransferState if state.ended}
 T = TypeVar("T")
 PAGE_S = 5.0
 """How long `close` waits for a GPU that still registers the page of fences."""
@@ -632,13 +634,13 @@ class EngineClient:
                 self._on(b.Answered(answer.id, problem, answer.receive.transfer_id))
             case "transfer_ended":
                 over = event.transfer_ended
-                done = _end_of_kind(TransferState, over.state) is TransferState.DONE
+                done = _ended(TRANSFER_ENDS, over.state) is TransferState.DONE
                 self._on(b.TransferOver(over.request_id, over.transfer_id, over, done, over.blocks_safe))
             case "blocks_safe":
                 self._on(b.BlocksSafe(event.blocks_safe.request_id, event.blocks_safe.transfer_id))
             case "lease_ended":
                 ended = event.lease_ended
-                state = _end_of_kind(LeaseState, ended.state)
+                state = _ended(LEASE_ENDS, ended.state)
                 end = problem_from_proto(ended.problem) if ended.HasField("problem") else state
                 self._on(b.LeaseOver(ended.request_id, ended.lease, end))
             case "draining":
@@ -678,9 +680,8 @@ def _unmap(mapped: SharedRegion | CudaRegion) -> None:
     mapped.close()
 
 
-def _end_of_kind(states: type[E], state: str) -> E:
+def _ended(ends: Mapping[str, E], state: str) -> E:
     """The state in which something ended, as an event says. Raises KvferryError (`malformed_event`) for any other."""
-    ends = {each.value: each for each in states if each.ended}
     if state not in ends:
         message, remedy = "the daemon told of an unknown kind of end", "run the engine and its daemon at one version"
         raise PeerFailed("malformed_event", message, field="state", value=state, remedy=remedy)

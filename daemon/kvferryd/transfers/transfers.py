@@ -265,8 +265,7 @@ class Transfers(Book):
         if self._spans is not None:
             about = {"transfer_id": transfer.transfer_id, "engine_id": transfer.own.engine_id, "source": source}
             self._spans.transfer(share, transfer.request_id, transfer.created_at, transfer.trace, **about)
-        said = dict(share)
-        del said["error"]
+        said = {name: value for name, value in vars(share).items() if name != "error"}
         write = log.info if transfer.problem is None else log.warning
         write(
             "transfer ended",
