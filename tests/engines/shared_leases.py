@@ -95,6 +95,14 @@ def main() -> None:
     late.comes("b")
     told["another request, late"] = late.schedules("b", cached=32), late.step()
 
+    for lease in (1, 2):
+        anew = Scheduler()
+        anew.comes("a", params=LEASE | {"remote_lease": 1})
+        anew.schedules("a")
+        anew.arrives("a")
+        anew.comes("b", params=LEASE | {"remote_lease": lease})
+        told[f"another request, with lease {lease} after 1"] = anew.schedules("b"), anew.step()
+
     for asked in (False, True):
         leaves = Scheduler()
         leaves.comes("a", "b")

@@ -120,6 +120,12 @@ def test_a_lease_is_not_ended_by_a_request_while_another_reads_it_nor_by_an_answ
     assert told["the last of them leaves"] == ONLY_A | {"release": ["b"]}
 
 
+def test_a_lease_that_was_published_anew_is_read_though_the_one_before_has_been(told: dict[str, Any]) -> None:
+    """Two leases of one name and one prompt have two numbers, as where a prefill engine takes the id of its client."""
+    assert told["another request, with lease 1 after 1"] == [False, ONLY_A | {"release": ["b"]}]
+    assert told["another request, with lease 2 after 1"] == [True, ONLY_A | {"load": ["a", "b"]}]
+
+
 def test_a_lease_is_in_one_load_at_a_time_whatever_the_prompt(told: dict[str, Any]) -> None:
     """Also where vLLM has finished the request of the first, until that load has ended on all ranks."""
     only_b, cancelled = ONLY_A | {"load": ["b"]}, {"load": [], "cancel": ["a"], "release": []}

@@ -296,7 +296,8 @@ async def test_an_engine_that_was_started_anew_counts_from_1_again(
 async def test_an_engine_that_is_started_anew_while_it_reads_begins_below_its_last_attempt(
     pair: Pair, daemons: Daemons, request_id: str
 ) -> None:
-    """What its last start was reading ends there: it is no newer attempt, and no reader of the lease any more."""
+    """Attempts of its last start end with that: they are no newer ones, and read the lease no more. So does an order
+    that waits for a reservation which never comes."""
     ours, theirs = await daemons.start("midway", 2), pair.prefill.take(TOKENS)
     kv, number = Kv.random(TOKENS), pair.prefill.next_lease()
     pair.prefill.write(kv, theirs)
@@ -313,13 +314,15 @@ async def test_an_engine_that_is_started_anew_while_it_reads_begins_below_its_la
         before = await TestEngine.start("midway", ours, TWO)
         order = OrderBody(request_id=request_id, source=pair.prefill.source(), deadline_ms=1e3 * TIMEOUT_S)
         first = await routers[1].order(order)
+        waiting = await routers[1].order(order.model_copy(update={"request_id": f"{request_id}-", "attempt": FAR_AWAY}))
         reading = asyncio.create_task(before.outcomes(request_id, before.take(TOKENS), attempt=7))
         for router in routers:
             await until(lambda router=router: is_in(router, request_id, TransferState.READING), "it is read")
         await before.close()
         assert all(isinstance(outcome, KvferryError) for outcome in await reading)
         after = await TestEngine.start("midway", ours, TWO)
-        assert (await routers[0].wait(first.transfer_id, timeout_s=TIMEOUT_S)).state is TransferState.FAILED
+        for over in (first, waiting):
+            assert (await routers[0].wait(over.transfer_id, timeout_s=TIMEOUT_S)).state is TransferState.FAILED
         blocks, expected = after.take(TOKENS), after.snapshot()
         after.write_into(expected, kv, blocks)
         second = await routers[1].order(order)

@@ -74,8 +74,14 @@ class Reading:
     prompt: str
     """The name that the answers to its request's prompt have in common."""
     digest: bytes
+    number: tuple[str, str | None, int | None] | None
+    """By `_number_of`."""
     under_way: bool = True
     """Until it has ended on every rank, though vLLM may have finished the request."""
+
+    def has_read(self, origin: Origin) -> bool:
+        """Or reads it: a lease that was published anew has another number."""
+        return (self.digest, self.number) == (origin.digest, _number_of(origin))
 
 
 class SchedulerSide:
@@ -171,7 +177,7 @@ class SchedulerSide:
             if reading.under_way:
                 exchange.waits = True
                 return None, False
-            if reading.digest == origin.digest:
+            if reading.has_read(origin):
                 self._release(exchange)
         if exchange.lease:  # vLLM has taken its blocks back to reset the prefix cache
             self._revoke(exchange)
@@ -198,7 +204,8 @@ class SchedulerSide:
             load = self._load(request, exchange.origin, tables, tokens, since)
             exchange.loaded = external
             self._step.load.append(load)
-            reading = Reading(load.origin.request_id, _answers(request), load.origin.digest)
+            lease, digest = load.origin.request_id, load.origin.digest
+            reading = Reading(lease, _answers(request), digest, _number_of(load.origin))
             self._loading[request.request_id] = self._readings[reading.lease] = reading
             exchange.origin = None
         else:
@@ -348,7 +355,7 @@ class SchedulerSide:
             return
         if (reading := self._readings.get(origin.request_id)) is not None:
             waited = exchange.waits or reading.prompt == _answers(exchange.request)
-            shared = reading.under_way or (waited and reading.digest == origin.digest)
+            shared = reading.under_way or (waited and reading.has_read(origin))
         else:
             shared = False
         if not shared:
@@ -401,6 +408,12 @@ def _shorten(request: Request, count: int) -> None:
         request.prompt_embeds = request.prompt_embeds[:-count]
     request.num_prompt_tokens -= count
     request.max_tokens = 1
+
+
+def _number_of(origin: Origin) -> tuple[str, str | None, int | None] | None:
+    """Engine, epoch and number of its lease, as far as they were told; None where a router names the source."""
+    source = origin.source
+    return None if source is None else (source.engine_id, source.epoch, source.lease)
 
 
 def _answers(request: Request) -> str:
