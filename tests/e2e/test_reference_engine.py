@@ -532,6 +532,19 @@ def test_kv_that_does_not_come_fails_its_request_only(engine, pair, tmp_path, wr
     assert pair.decode.tokens([1, 2, 3]) == engine.tokens([1, 2, 3])
 
 
+def test_a_number_of_a_lease_that_a_client_makes_up_waits_for_that_one_and_harms_no_other(engine, pair):
+    tokens = prompt(40, seed=18)
+    handed = pair.prefill.complete(tokens, 1, kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
+    before = pair.decode.occupancy()["free_blocks"]
+    waits = lambda: wait_until(lambda: pair.decode.occupancy()["free_blocks"] < before)  # noqa: E731
+    body = {"prompt": tokens, "max_tokens": 4, "kv_transfer_params": handed | {"remote_lease": (1 << 53) - 1}}
+    leaves(f"{pair.decode.url}/v1/completions", waits, json=body)
+    wait_until(lambda: pair.decode.occupancy()["free_blocks"] == before)
+    answer = pair.decode.complete(tokens, 8, kv_transfer_params=handed)
+    assert answer["usage"]["prompt_tokens_details"]["received_tokens"] > 0
+    assert answer["choices"][0]["token_ids"] == engine.tokens(tokens, 8)
+
+
 def test_a_prefill_that_is_given_up_ends_its_leases(pair):
     body = {"prompt": prompt(3000, seed=9), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     first, second = pair.prefill_daemons

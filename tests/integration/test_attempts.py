@@ -168,6 +168,39 @@ async def test_a_reservation_that_rank_0_refuses_ends_the_attempt_on_all(pair: P
     await moves(pair, request_id)
 
 
+@pytest.mark.parametrize("orders", ["router", "engine"])
+@pytest.mark.parametrize("missing", [0, 1])
+async def test_a_rank_that_reserves_nothing_fails_the_attempt_by_its_deadline_and_the_next_reads_the_same_lease(
+    pair: Pair, request_id: str, missing: int, orders: str
+) -> None:
+    """Other ranks than rank 0 wait for it; those that it has led may have their part, and read it anew."""
+    kv, leases = await prefilled(pair, request_id)
+    blocks, source = pair.decode.take(TOKENS), pair.prefill.source()
+    said: dict[str, Any] = {"source": source if orders == "engine" else None, "deadline_s": 2.0}
+    others = [rank.client for rank in pair.decode.ranks if rank.manifest.rank != missing]
+    attempt = pair.decode.next_attempt()
+    receiving = [
+        asyncio.create_task(each.receive(request_id, blocks.tables(), attempt=attempt, **said)) for each in others
+    ]
+    if orders == "router":
+        await order(pair, request_id, 2, deadline_ms=2000)
+    async with asyncio.timeout(TIMEOUT_S):
+        outcomes = await asyncio.gather(*receiving, return_exceptions=True)
+        records = await pair.routers[0 if missing else 1].transfers(request_id, wait_s=TIMEOUT_S)
+    assert [record.state for record in records] == [TransferState.FAILED] * len(records)
+    if missing:
+        (share,) = [share for record in records for share in record.ranks if share.rank == missing]
+        assert share.state is TransferState.FAILED
+    else:
+        assert codes(outcomes) <= {"deadline", "rank_failed"}
+    assert not any(lease.over for lease in leases)
+    expected = pair.decode.expecting(kv, blocks)
+    assert {each.lease for each in await pair.decode.receive(request_id, blocks, source=source)} == {leases[0].number}
+    assert not pair.decode.differences(expected)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
+
+
 async def test_the_attempt_after_one_that_a_rank_gave_up_is_done(pair: Pair, request_id: str) -> None:
     theirs = await half_published(pair, request_id)
     receiving = asyncio.create_task(
