@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.descriptors import DESCRIPTORS
 from kvferryd.config import Config
-from kvferryd.config.types import DESCRIPTORS
 
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "kvferry@.service"
 INSTALLED = "/opt/kvferry/bin/kvferry"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -403,6 +406,102 @@ def test_a_client_that_reads_nothing_is_let_go_and_decode_with_it(
             assert decode.left.wait(60)
     finally:
         fleet.close()
+
+
+OWN = """\
+import sys
+from kvferry import listening, proxy
+from kvferry.proxy import app
+listening.HEADER_S = app.UNSENT_S = 0.3
+sys.exit(proxy.main(sys.argv[1:]))
+"""
+
+
+@contextmanager
+def own_process(prefill: ForeignEngine, decode: ForeignEngine, before: Callable[[], object]) -> Iterator[httpx.URL]:
+    """The command, which waits 0.3 s for the parts of a request. before: called in the process before it begins."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = [f"--listen=127.0.0.1:{port}", f"--prefill={prefill.url}", f"--decode={decode.url}"]
+    with subprocess.Popen([sys.executable, "-c", OWN, *flags], preexec_fn=before) as process:
+        try:
+            url = httpx.URL(f"http://127.0.0.1:{port}")
+            with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+                assert http.get(url.join("/healthz")).is_success
+            yield url
+        finally:
+            process.terminate()
+
+
+def test_many_streams_at_one_time_do_not_run_out_of_file_handles(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    """The usual limit of a shell, 1,024, was reached with 400 of them: all failed then. Here it is 64."""
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+
+    decode.pause.clear()
+    with own_process(prefill, decode, few) as url:
+
+        async def one(http: httpx.AsyncClient, begun: asyncio.Semaphore) -> bytes:
+            whole = b""
+            async with http.stream("POST", url.join("/v1/completions"), json=PROMPT | {"stream": True}) as answer:
+                begun.release()
+                async for part in answer.aiter_raw():
+                    whole += part
+            return whole
+
+        async def all_of_them(count: int) -> list[bytes]:
+            begun = asyncio.Semaphore(0)
+            async with httpx.AsyncClient(timeout=60) as http, asyncio.TaskGroup() as tasks:
+                streams = [tasks.create_task(one(http, begun)) for _ in range(count)]
+                for _ in range(count):
+                    await begun.acquire()
+                decode.pause.set()
+            return [each.result() for each in streams]
+
+        answers = asyncio.run(all_of_them(50))
+    assert all(answer.endswith(STREAM[-1]) for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: h\r\n", b""),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{", b"HTTP/1.1 408 "),
+    ],
+)
+def test_a_client_that_does_not_send_its_request_is_let_go(
+    sent: bytes, answer: bytes, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    with own_process(prefill, decode, lambda: None) as url, socket.create_connection((url.host, url.port)) as client:
+        client.settimeout(30)
+        client.sendall(sent)
+        said = b""
+        while part := client.recv(1 << 16):
+            said += part
+    assert said.startswith(answer) and bool(said) == bool(answer)
+    assert not answer or b'"code":"body_timeout"' in said
+
+
+@pytest.mark.parametrize("when_no_prefill", ["refuse", "recompute"])
+def test_a_proxy_whose_connections_are_all_in_use_says_so(
+    when_no_prefill: str, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    """No engine is down then."""
+    decode.pause.clear()
+    limits = {"max_connections": 1, "connect_timeout_s": 0.2}
+    with (
+        proxy([prefill], decode, when_no_prefill=when_no_prefill, **limits) as client,
+        client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as first,
+    ):
+        assert first.status_code == 200
+        with httpx.Client(base_url=client.base_url) as other:
+            refused = other.post("/v1/completions", json=PROMPT)
+        decode.pause.set()
+        assert first.read().endswith(STREAM[-1])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "full")
+    assert len(prefill.seen) == 1, "it asked no engine"
 
 
 # beside the requests

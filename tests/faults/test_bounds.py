@@ -495,7 +495,7 @@ async def test_more_connections_than_the_bound_end_the_one_longest_without_a_req
     bound: int,
 ) -> None:
     """If each has a request the new one is ended."""
-    bounded(monkeypatch, sizes | {"kvferryd.api.rest.server.HEADER_S": 600.0}, files)
+    bounded(monkeypatch, sizes | {"kvferry.listening.HEADER_S": 600.0}, files)
     name = f"connections-{bound}"
     (daemon,) = await daemons.start(name)
     engine, router = await engine_on(stack, name, daemon)
@@ -630,7 +630,7 @@ async def with_tls(daemons: Daemons, folder: Path) -> tuple[DaemonService, ssl.S
 async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    bounded(monkeypatch, {"kvferryd.api.rest.server.HEADER_S": 0.3})
+    bounded(monkeypatch, {"kvferry.listening.HEADER_S": 0.3})
     daemon, tls = await with_tls(daemons, tmp_path_factory.mktemp("tls"))
     assert await ended_by_the_other_side(plain(daemon, stack))
     assert await healthy(daemon, tls)
@@ -639,7 +639,7 @@ async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(
 async def test_tls_handshakes_that_do_not_come_keep_nobody_out(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    sizes = {"kvferryd.api.rest.server.MAX_CONNECTIONS": PLACES, "kvferryd.api.rest.server.HEADER_S": 600.0}
+    sizes = {"kvferryd.api.rest.server.MAX_CONNECTIONS": PLACES, "kvferry.listening.HEADER_S": 600.0}
     bounded(monkeypatch, sizes)
     daemon, tls = await with_tls(daemons, tmp_path_factory.mktemp("silent"))
     for _ in range(PLACES):

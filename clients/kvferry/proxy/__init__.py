@@ -14,7 +14,8 @@ from itertools import chain
 
 import uvicorn
 
-from kvferry.listening import EVERYWHERE, everywhere
+from kvferry.descriptors import raise_limit
+from kvferry.listening import EVERYWHERE, HeaderInTime, everywhere
 from kvferry.proxy.app import build_app
 from kvferry.proxy.options import Endpoint, Options, parse
 
@@ -35,8 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kvferry proxy on http://%s:%d: prefill %s; decode %s; orders by the %s",
         options.host, options.port, prefills, decodes, options.order,
     )  # fmt: skip
+    if (handles := raise_limit()) < 2 * options.max_connections:
+        what = "%d file handles are fewer than %d connections to engines, and as many to clients, may need: ulimit -n"
+        logging.getLogger("kvferry.proxy").warning(what, handles, options.max_connections)
     config = uvicorn.Config(
-        build_app(options), host=options.host, port=options.port, log_level="warning", lifespan="on",
+        build_app(options), http=HeaderInTime, host=options.host, port=options.port, log_level="warning", lifespan="on",
         timeout_graceful_shutdown=GRACEFUL_S, timeout_keep_alive=round(options.keep_alive_s),
     )  # fmt: skip
     try:

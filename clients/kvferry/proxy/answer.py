@@ -20,7 +20,8 @@ HOP_BY_HOP = frozenset({
 STATUS = {
     **dict.fromkeys(("malformed_json", "malformed_request_id"), 400),
     **dict.fromkeys(("engine_timeout", "daemon_timeout", "deadline"), 504),
-    "unauthorized": 401, "prefiller_not_allowed": 403, "body_too_large": 413, "full": 429, "draining": 503,
+    "unauthorized": 401, "prefiller_not_allowed": 403, "body_timeout": 408, "body_too_large": 413, "full": 429,
+    "draining": 503,
 }  # fmt: skip
 """Statuses by code; every other code means that something behind the proxy failed: 502."""
 

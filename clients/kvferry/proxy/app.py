@@ -28,6 +28,8 @@ from kvferry.proxy.options import Endpoint, Options
 log = logging.getLogger("kvferry.proxy")
 HEALTH_TIMEOUT_S = 2.0
 MODELS_TIMEOUT_S = 10.0
+UNSENT_S = 30.0
+"""The longest pause between two parts of a request's body."""
 OURS = HOP_BY_HOP | {
     "accept-encoding", "content-length", "content-type", "expect", "host", "x-prefiller-host-port", "x-request-id",
 }  # fmt: skip
@@ -152,9 +154,19 @@ def _handover_id(client_id: str) -> str:
     return f"{client_id[:OF_THE_CLIENTS]}-{unique[:16]}" if client_id else unique
 
 
+async def _part(parts: AsyncIterator[bytes]) -> bytes | None:
+    """The next part of a body; None behind the last one."""
+    try:
+        async with asyncio.timeout(UNSENT_S):
+            return await anext(parts, None)
+    except TimeoutError:
+        why = f"nothing more of the body has come within {UNSENT_S:g} s"
+        raise Malformed("body_timeout", why, field="body", remedy="send it at once") from None
+
+
 async def _content(request: Request, limit: int) -> bytes:
-    content = bytearray()
-    async for chunk in request.stream():
+    content, parts = bytearray(), aiter(request.stream())
+    while (chunk := await _part(parts)) is not None:
         content += chunk
         if len(content) > limit:
             raise Malformed(

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvferry.asgi import disconnected
-from kvferry.errors import Deadline, KvferryError, PeerFailed, Unavailable
+from kvferry.errors import Deadline, Full, KvferryError, PeerFailed, Unavailable
 from kvferry.proxy import legs
 from kvferry.proxy.answer import Answer, passed_on, whole
 from kvferry.proxy.options import Endpoint, Options
@@ -195,6 +195,8 @@ class Exchange(Response):
                 self._tried.append(endpoint)
                 try:
                     response = await self._http.post(**self._request(endpoint, body))
+                except httpx.PoolTimeout:
+                    raise
                 except httpx.HTTPError as error:
                     if last and not self._goes_on_alone():
                         raise _unreachable("prefill", endpoint, error) from error
@@ -302,7 +304,7 @@ def _succeeded(task: asyncio.Task[Any]) -> bool:
 
 @asynccontextmanager
 async def leg(name: str, endpoint: Endpoint, timeout_s: float) -> AsyncIterator[None]:
-    """Raises KvferryError for what goes wrong with an engine: `engine_unreachable`, `engine_timeout`."""
+    """Raises KvferryError for what goes wrong with an engine: `engine_unreachable`, `engine_timeout`; `full`."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -311,6 +313,9 @@ async def leg(name: str, endpoint: Endpoint, timeout_s: float) -> AsyncIterator[
             "engine_timeout", f"the {name} engine took longer than {timeout_s:g} s", field=f"--{name}-timeout",
             value=timeout_s, remedy=f"try again, or allow more with --{name}-timeout",
         ) from error  # fmt: skip
+    except httpx.PoolTimeout as error:
+        what = "all connections that the proxy may have to engines are in use"
+        raise Full("full", what, field="--max-connections", remedy="try again shortly, or allow more") from error
     except httpx.HTTPError as error:
         raise _unreachable(name, endpoint, error) from error
 

@@ -40,7 +40,8 @@ requests
   X-Request-Id             the first 128 characters, and a random suffix, are the id on both legs; the answer has the id
                            that the client sent, and in x-kvferry-request-id the lease's
   x-prefiller-host-port    host:port[,host:port]: use one of these prefill engines; 403 for one that is not configured
-  A client that takes nothing of its answer for 10 s is let go, and its request at the decode engine with it.
+  A client that takes nothing of its answer for 10 s is let go, and its request at the decode engine with it; so is one
+  that sends nothing for 30 s in the middle of a body, or has not sent the header of a request within 5 s.
 
 examples
   kvferry proxy --prefill http://10.0.0.7:8100 --decode http://10.0.0.8:8200

@@ -23,11 +23,12 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from kvferry.descriptors import DESCRIPTORS
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferry.router import RouterClient
 from kvferryd.config import Config, ConfigError, misspelt, resolve
-from kvferryd.config.types import DESCRIPTORS, split_address
+from kvferryd.config.types import split_address
 from kvferryd.peers import allow
 from kvferryd.transport import nixl
 

@@ -15,9 +15,6 @@ from pydantic import AfterValidator, BeforeValidator, StringConstraints
 SOCKET_PATH_LIMIT = 104
 """Bytes. Linux takes 107; the handover socket lies beside the engine socket, and its path is 3 bytes longer."""
 
-DESCRIPTORS = 65_536
-"""File handles that a daemon raises its limit to. The usual 1,024 are for programs that use select()."""
-
 SHORTEST_SECRET = 32
 """Characters. A guess can be checked against a certificate that anybody may see."""
 

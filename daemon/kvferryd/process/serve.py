@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import re
-import resource
 import signal
 import socket
 import stat
@@ -21,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvferry import __version__
+from kvferry.descriptors import raise_limit
 from kvferry.errors import KvferryError
 from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
@@ -32,7 +32,6 @@ from kvferryd.api.engine import EngineService
 from kvferryd.api.peer import PeerService
 from kvferryd.api.rest.server import RestServer
 from kvferryd.config import Config, bad_config
-from kvferryd.config.types import DESCRIPTORS
 from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.memory.kept import Keeper
@@ -59,7 +58,7 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
     keeper = None if keeper_fd is None else Keeper(keeper_fd)
     sys.setswitchinterval(SWITCH_S)
     heap.keep()
-    _raise_descriptor_limit()
+    raise_limit()  # an engine takes 30, a peer two or more
     if config.device != "cpu":
         log.info("loading torch and Triton: some seconds")
         with contextlib.suppress(KvferryError):  # engines get a note when they register, and read directly
@@ -83,14 +82,6 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
     for warning in config.warnings():
         log.warning(warning)
     return asyncio.run(_serve(config, keeper, listening))
-
-
-def _raise_descriptor_limit() -> None:
-    """An engine takes 30, a peer two or more."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, str]) -> int:

@@ -11,10 +11,10 @@ import time
 from typing import cast
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from kvferry.listening import EVERYWHERE, everywhere
+from kvferry import listening
+from kvferry.listening import HeaderInTime
 from kvferryd.aio import Tasks
 from kvferryd.api.rest.app import create_app
 from kvferryd.config.types import split_address
@@ -22,8 +22,6 @@ from kvferryd.ferry import Ferry
 from kvferryd.observe import logs
 
 log = logs.get(__name__)
-HEADER_S = 5.0
-"""The longest that a TLS handshake, and then the header of a request, may take."""
 UNREAD_S = 30.0
 """How long a client may leave what is sent to it unread."""
 MAX_CONNECTIONS = 1024
@@ -31,10 +29,8 @@ MAX_CONNECTIONS = 1024
 BACKLOG, BREATH_S = 128, 0.1
 
 
-class Connection(H11Protocol):
-    """uvicorn's, ended when a header does not arrive in time. It has its place from when it is accepted, before TLS."""
-
-    _deadline: asyncio.TimerHandle | None = None
+class Connection(HeaderInTime):
+    """It has its place from when it is accepted, before TLS."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config, state, {})
@@ -46,29 +42,21 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # asyncio says BaseTransport
         super().connection_made(transport)
         self._beginning = None
-        self._expect_header()
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
             self.waiting_since = time.monotonic()
-            self._expect_nothing()
-        elif self._deadline is None and not self._answering:
-            self._expect_header()
 
     def on_response_complete(self) -> None:
         self.waiting_since = time.monotonic()
         super().on_response_complete()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._expect_nothing()
-        super().connection_lost(exc)
-
     @property
     def keeps_us_waiting(self) -> bool:
         """For its TLS, a request, the rest of one, or to read an answer."""
-        if not self._answering or self.cycle.more_body:
+        if not self.answering or self.cycle.more_body:
             return True
         return self.transport.get_write_buffer_size() > 0
 
@@ -78,19 +66,7 @@ class Connection(H11Protocol):
         if self._beginning is not None:
             self._beginning.cancel()
         else:
-            self.transport.abort()
-
-    @property
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _expect_header(self) -> None:
-        self._deadline = self.loop.call_later(HEADER_S, self.end)
-
-    def _expect_nothing(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+            super().end()
 
 
 class RestServer(uvicorn.Server):
@@ -132,8 +108,8 @@ class RestServer(uvicorn.Server):
     async def listen(self) -> None:
         loop = asyncio.get_running_loop()
         host, port = self.config.host, self.config.port
-        if host in EVERYWHERE:
-            bound = everywhere(port)
+        if host in listening.EVERYWHERE:
+            bound = listening.everywhere(port)
             servers = [loop.create_server(asyncio.Protocol, sock=each, start_serving=False) for each in bound]
         else:
             servers = [loop.create_server(asyncio.Protocol, host, port, start_serving=False)]
@@ -141,11 +117,11 @@ class RestServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for bound in (each for server in self.servers for each in server.sockets):
-            listening = bound.dup()
+            listener = bound.dup()
             # Its connections inherit it.
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
-            listening.listen(BACKLOG)
-            self._accepting.append(asyncio.create_task(self._accept(listening), name="rest-accept"))
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * UNREAD_S))
+            listener.listen(BACKLOG)
+            self._accepting.append(asyncio.create_task(self._accept(listener), name="rest-accept"))
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -157,12 +133,12 @@ class RestServer(uvicorn.Server):
             os.close(self._spare)
         await super().shutdown(sockets)
 
-    async def _accept(self, listening: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with listening:
+        with listener:
             while True:
                 try:
-                    accepted, _ = await loop.sock_accept(listening)
+                    accepted, _ = await loop.sock_accept(listener)
                 except OSError as error:
                     await self._find_descriptor(error)
                     continue
@@ -197,7 +173,7 @@ class RestServer(uvicorn.Server):
         what an authority proved that is not trusted any more."""
         connection = Connection(self.config, self.server_state)
         tls = self._certificates.current().context if self._certificates else None
-        timeout_s = HEADER_S if tls else None
+        timeout_s = listening.HEADER_S if tls else None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=timeout_s, ssl_shutdown_timeout=timeout_s
