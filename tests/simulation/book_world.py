@@ -109,7 +109,6 @@ class World:
         self.sent: Counter[tuple[str, str]] = Counter()
         """The highest number of each kind of each request."""
         self.ends: Counter[str] = Counter()
-        self.pairs: Counter[tuple[str, str]] = Counter()
         self.calm = False
 
     def tell(self, line: str) -> None:
@@ -120,8 +119,6 @@ class World:
 
     def feed(self, event: e.Event) -> None:
         """Raises KvferryError for a call that is refused at once."""
-        state = "over" if self.book._over else "lost" if self.book.ended else "open"
-        self.pairs["registering" if self.registering and state == "open" else state, type(event).__name__] += 1
         effects = self.book.on(event)
         self.tell(f"{event} -> {effects}" if self._told else "")
         for effect in effects:
@@ -393,7 +390,8 @@ class World:
 
     def lose(self) -> None:
         if self.book.ended is None:
-            self.registered() if self.registering else None
+            if self.registering and (self.calm or self.rng.random() < 0.5):
+                self.registered()
             self.feed(e.SessionLost(Unavailable("daemon_gone", "it ended")))
 
     def settle(self) -> None:
@@ -409,7 +407,7 @@ class World:
             self.feed(e.SessionOver())
 
     def resume(self) -> None:
-        if not self.book._over:
+        if not self.book._over or self.registering:
             return
         self.book, self.daemon = Book(self.ranks, self.book), Daemon()
         self.daemons.append(self.daemon)

@@ -66,7 +66,6 @@ class World:
         self.status: int | None = None
         self.turns: deque[float] = deque(maxlen=TURNS)
         self.ends: Counter[str] = Counter()
-        self.pairs: Counter[tuple[str, str]] = Counter()
 
     def tell(self, line: str) -> None:
         if self._told is not None:
@@ -80,17 +79,11 @@ class World:
         while events:
             next_one = events.popleft()
             self.steps += 1
-            self._count(next_one)
             for effect in self.keeper.on(next_one, self.now):
                 self._do(effect, events)
             self.keeper.check()
             if self.keeper.sizes()["daemons"] > MOST:
                 raise Violation("more daemons than there may be")
-
-    def _count(self, event: e.KeeperEvent) -> None:
-        number = getattr(event, "daemon", self.keeper.current)
-        daemon = self.keeper.daemons.get(number)
-        self.pairs[daemon.state.value if daemon else "none", type(event).__name__] += 1
 
     def _do(self, effect: e.KeeperEffect, events: deque[e.KeeperEvent]) -> None:
         self.tell(f"keeper: {effect}")

@@ -135,8 +135,6 @@ class World:
         self.wanted: tuple[str, ...] = ()
         self.shut = False
         self.ends: Counter[str] = Counter()
-        self.pairs: Counter[tuple[str, str]] = Counter()
-        """How often each event met each state of its peer."""
 
     def tell(self, line: str) -> None:
         if self._told is not None:
@@ -145,20 +143,10 @@ class World:
     # ---- the machine ----
 
     def feed(self, event: e.PeersEvent) -> None:
-        self._count(event)
         for effect in self.peers.on(event, self.now):
             self._do(effect)
         self.peers.check()
         self._check()
-
-    def _count(self, event: e.PeersEvent) -> None:
-        known = self.peers.known(getattr(event, "engine_id", ""))
-        number = getattr(event, "number", 0)
-        asked = number in self.shakings or any(
-            getattr(event, "engine_id", "") == it.engine_id for it in self.shakings.values()
-        )
-        state = "none" if known is None else "lost" if known.lost else "known"
-        self.pairs[f"{state}, asked" if asked else state, type(event).__name__] += 1
 
     def _do(self, effect: e.PeersEffect) -> None:
         match effect:

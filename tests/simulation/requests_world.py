@@ -139,8 +139,6 @@ class World:
         self.tells: list[tuple[int, e.EndedElsewhere]] = []
         """Ends that ranks hear of by other ways."""
         self.ends: Counter[str] = Counter()
-        self.pairs: Counter[tuple[str, str]] = Counter()
-        """How often each event met each state of its request."""
         self.ids = itertools.count(1)
 
     def lives(self) -> set[int]:
@@ -160,7 +158,6 @@ class World:
     def feed(self, at: Daemon, event: e.Event) -> list[e.Effect]:
         """Raises KvferryError for an order that is refused."""
         key = at.at.key(event.request_id) if hasattr(event, "request_id") else None
-        self.pairs[self._state(at, key), type(event).__name__] += 1
         unfinished, awaited = len(at.going_on()), self._awaited(at, key)
         try:
             effects = at.machine.on(event)
@@ -198,13 +195,6 @@ class World:
             return at.machine.find(key, attempt) is None
         except KvferryError:
             return False
-
-    def _state(self, at: Daemon, key: Key | None) -> str:
-        jobs = [job for job in at.jobs.values() if job.key == key]
-        return (
-            "none" if not jobs else "ended" if all(job.ended for job in jobs) else "reserved"
-            if any(job.reserved and not job.ended for job in jobs) else "waits"
-        )  # fmt: skip
 
     def _check_full(self, at: Daemon, event: e.Event, why: KvferryError, unfinished: int) -> None:
         if why.code == "full" and unfinished < MOST and isinstance(event, e.Ordered | e.Reserved | e.Handed):
@@ -384,6 +374,15 @@ class World:
             at.dead[key].add(attempt)
             at.refused.append((key, attempt, self.lives(), self.now + DEADLINE_S))
 
+    def refuse(self, at: Daemon, name: str, number: int) -> None:
+        """A reservation that cannot be taken as it is."""
+        key, attempt = at.at.key(name), Attempt(number)
+        ends = self._comes(at, key, attempt) or any(not job.reserved for job in at.of(key, attempt))
+        self.feed(at, e.Unfit(at.at, name, attempt, Conflict("other_blocks", "it does not fit")))
+        if ends and attempt not in at.dead[key]:
+            at.dead[key].add(attempt)
+            at.refused.append((key, attempt, self.lives(), self.now + DEADLINE_S))
+
     def order(self, name: str, *, number: int = 0, order_id: str = "", lease: int = 0) -> None:
         first = self.daemons[0]
         order = Order(lease=lease, number=number, deadline=self.now + DEADLINE_S)
@@ -419,7 +418,10 @@ class World:
         if not self.numbers[name] or rng.random() < 0.3:
             self.numbers[name] += 1
         number = self.numbers[name] if rng.random() < 0.8 else rng.randint(1, self.numbers[name])
-        self.reserve(at, name, number, Order() if rng.random() < 0.4 else None)
+        if rng.random() < 0.04:
+            self.refuse(at, name, number)
+        else:
+            self.reserve(at, name, number, Order() if rng.random() < 0.4 else None)
         ordered = [job.attempt.number for job in at.going_on() if job.key[2] == name and not job.reserved]
         if any(ordered) and rng.random() < 0.5:  # in the same turn
             self.reserve(at, name, max(ordered), None)

@@ -83,8 +83,6 @@ class World:
         self.kept_out: set[int] = set()
         """Ranks by whose numbers strangers have called since they joined."""
         self.ends: Counter[str] = Counter()
-        self.pairs: Counter[tuple[str, str]] = Counter()
-        """How often each event met each state of its rank."""
 
     def tell(self, line: str) -> None:
         if self._told is not None:
@@ -92,15 +90,12 @@ class World:
 
     # ---- the machines ----
 
-    def at_seed(self, what: str, said: e.Tell = NOTHING) -> None:
-        self.pairs["seed, silent" if self.silent else "seed", what] += 1
+    def at_seed(self, said: e.Tell = NOTHING) -> None:
         for number in said.streams:
             self.streams[number].told = said.members
         self.rosters.check()
 
     def at(self, daemon: Daemon, event: e.MemberEvent) -> None:
-        held = any(stream.joined for stream in daemon.streams.values())
-        self.pairs["member, joined" if held else "member", type(event).__name__] += 1
         for effect in daemon.joinings.on(event, self.now):
             match effect:
                 case e.Begin(joining):
@@ -141,7 +136,7 @@ class World:
     def _step(self, stream: Stream) -> None:
         if stream.broken:
             del self.streams[stream.number]
-            self.at_seed("leave", self.rosters.leave(stream.number))
+            self.at_seed(self.rosters.leave(stream.number))
         elif not stream.joined and self.silent:
             if self.now >= stream.until:
                 del self.streams[stream.number]
@@ -150,7 +145,7 @@ class World:
             if (why := self.rosters.refusal(stream.daemon.rank, stream.said.address)) is not None:
                 del self.streams[stream.number]
                 self.rosters.keep_out("e", stream.daemon.rank.rank, why)
-                self.at_seed("keep out")
+                self.at_seed()
                 self._over(stream, why)
                 return
             stream.joined = True
@@ -158,7 +153,7 @@ class World:
             said = self.rosters.join(stream.number, stream.daemon.rank, stream.said)
             if said.members[stream.daemon.rank.rank] != stream.said:
                 raise Violation("the last word of a rank does not hold", f"{stream.said}")
-            self.at_seed("join", said)
+            self.at_seed(said)
             self.tell(f"{stream.daemon.instance}: joining {stream.joining} is let in")
         elif stream.told is not None:
             members, stream.told, stream.heard = stream.told, None, True
@@ -226,7 +221,7 @@ class World:
             rank = Rank("e", "1", self.rng.randrange(self.size + 1), self.size)
             if (why := self.rosters.refusal(rank, "elsewhere")) is not None:
                 self.rosters.keep_out("e", rank.rank, why)
-                self.at_seed("keep out")
+                self.at_seed()
                 self.kept_out.add(rank.rank)
             elif rank.rank in self._members() or rank.rank == self.size:
                 raise Violation("a stranger may join", f"{rank}")

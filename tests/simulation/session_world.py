@@ -93,7 +93,6 @@ class World:
         self.all: list[Region] = []
         self.calm = self.closing = False
         self.ends: Counter[str] = Counter()
-        self.pairs: Counter[tuple[str, str]] = Counter()
 
     def tell(self, line: str) -> None:
         if self._told is not None:
@@ -107,8 +106,6 @@ class World:
             each = events.popleft()
             self.steps += 1
             self.tell(f"{each}")
-            session = self.sessions.sessions.get(getattr(each, "session", ""))
-            self.pairs[session.state.value if session else "none", type(each).__name__] += 1
             for effect in self.sessions.on(each, self.now):
                 self.tell(f"    {effect}")
                 self._do(effect, events)

@@ -22,6 +22,7 @@ import requests_world
 import roster_world
 import session_world
 import source_world
+from table import Pair, printed, watched
 from violation import Violation
 
 SEEDS = 1 << 48
@@ -46,7 +47,7 @@ class Found:
     steps: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
-    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    pairs: Counter[Pair] = field(default_factory=Counter)
 
     def __iadd__(self, other: Found) -> Found:
         self.runs, self.steps = self.runs + other.runs, self.steps + other.steps
@@ -56,12 +57,9 @@ class Found:
         return self
 
     def __str__(self) -> str:
-        events = sorted({event for _, event in self.pairs})
-        states = sorted({state for state, _ in self.pairs})
-        rows = [f"{event:<15}" + "".join(f"{self.pairs[state, event]:>12}" for state in states) for event in events]
-        table = "\n".join([" " * 15 + "".join(f"{state:>12}" for state in states), *rows])
-        kinds = "".join(f"\n{kind}: make simulate WORLD={self.world} SEED={seed}" for kind, seed in self.kinds.items())
-        return f"{self.runs} runs, {self.steps} steps, {dict(self.ends)}\n{table}{kinds or chr(10) + 'no violation'}"
+        lines = [f"{kind}: make simulate WORLD={self.world} SEED={seed}" for kind, seed in self.kinds.items()]
+        kinds = "".join(f"\n{line}" for line in lines or ["no violation"])
+        return f"{self.runs} runs, {self.steps} steps, {dict(self.ends)}\n{printed(self.pairs)}{kinds}"
 
 
 def played(seed: int, found: Found) -> str:
@@ -78,14 +76,14 @@ def played(seed: int, found: Found) -> str:
         found.kinds.setdefault(kind, seed)
     found.runs, found.steps = found.runs + 1, found.steps + world.steps
     found.ends += world.ends
-    found.pairs += world.pairs
     return kind
 
 
 def for_seconds(world: str, first: int, seconds: float) -> Found:
     rng, found, until = random.Random(first), Found(world), time.monotonic() + seconds
-    while time.monotonic() < until:
-        played(rng.randrange(SEEDS), found)
+    with watched(found.pairs):
+        while time.monotonic() < until:
+            played(rng.randrange(SEEDS), found)
     return found
 
 

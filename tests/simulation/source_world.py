@@ -191,8 +191,6 @@ class World:
         self.prefills: list[Prefill] = []
         self.receives: list[tuple[str, Receive]] = []
         self.ends: Counter[str] = Counter()
-        self.pairs: Counter[tuple[str, str]] = Counter()
-        """How often each event met each state of its lease."""
 
     def _host(self, engine: int, rank: int) -> str:
         """Two ranks have one, so that each can wait for one request. A caller without an address has no bound."""
@@ -206,7 +204,6 @@ class World:
 
     def feed(self, at: SourceRank, event: Event) -> list[e.SourceEffect]:
         """Raises KvferryError for a publish that is refused."""
-        self._count(at, event)
         effects = fed(at.source, event, self.now)
         for each, (lease, who) in at.source.leases._opened.items():
             newest = at.newest[lease.request_id, lease.number]
@@ -220,11 +217,6 @@ class World:
         at.source.check()
         self._check_sizes(at)
         return effects
-
-    def _count(self, at: SourceRank, event: Event) -> None:
-        name = getattr(event, "request_id", "") or (event.terms.request_id if isinstance(event, e.Publish) else "")
-        state = at.source.leases.state_of(name) if name else None
-        self.pairs[state.value if state else "none", type(event).__name__] += 1
 
     def _do(self, at: SourceRank, effect: e.SourceEffect) -> None:
         match effect:

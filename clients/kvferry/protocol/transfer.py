@@ -77,7 +77,9 @@ class Progress:
                     self.wanted, self.do = wanted, t.Meet()
                     self._move(TransferState.CONNECTING)
                 case t.Told(rank, told):
-                    effects = self._say(rank, told, now) if rank in self.readings else []
+                    if rank not in self.readings:
+                        return []
+                    effects = self._say(rank, told, now)
                     listens = isinstance(self.do, t.Listen) and self.state is not TransferState.VERIFYING
                     return effects + (self._look(now) if listens else [])
                 case t.Led(first):

@@ -1,0 +1,42 @@
+"""Every pair of a state and an event comes about in the worlds' runs, or is tried here on copies of their machines:
+words of others break no machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from simulate import WORLDS, Found, played
+from table import ROWS, Row, Tried, watched
+
+from kvferry.errors import KvferryError
+
+SEEDS = 150
+
+
+@pytest.fixture(scope="module")
+def tried() -> Tried:
+    """The same runs twice: what they do not bring about is tried the second time."""
+    tried = Tried(Counter())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(KvferryError, "__deepcopy__", lambda error, _: error, raising=False)
+        for watch in (watched(tried.hit), watched(Counter(), tried)):
+            with watch:
+                for world in WORLDS:
+                    for seed in range(SEEDS):
+                        assert not played(seed, Found(world))
+    return tried
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.about)
+def test_every_pair_comes_about_or_is_refused(row: Row, tried: Tried) -> None:
+    states = {state for about, state, _ in (*tried.hit, *tried.tried) if about == row.about}
+    for state in states:
+        for kind in row.events:
+            pair = row.about, state, kind.__name__
+            if tried.hit[pair]:
+                continue
+            assert tried.tried[pair], f"nothing has tried {pair}"
+            if not row.must_raise(state, kind):
+                assert pair not in tried.raised, f"{pair} breaks the machine: {tried.raised[pair]}"
