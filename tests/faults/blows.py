@@ -20,7 +20,7 @@ from kvferryd.demo.fleet import DaemonService
 
 OTHERWISE = 1 << 20
 """Added to a request's seed: KV of another request."""
-AGAIN = 5
+AGAIN = 4
 
 
 def _victim(scene: Scene, victim: str) -> DaemonService | Remote:
@@ -101,14 +101,14 @@ async def retry(scene: Scene, request: Request, victim: str, mending: AsyncExitS
 
 
 async def duplicate(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
-    """The order comes again and again, and at last another one under its id."""
+    """The order comes again and again under its id, which may be after the end, and at last another one."""
     source = scene.source.engines[0].source()
-    for again in range(AGAIN):
+    order = OrderBody(request_id=request.request_id, source=source, deadline_ms=round(1000 * request.deadline_s))
+    again = order.model_copy(update={"order_id": f"{request.request_id}-again"})
+    other = order.model_copy(update={"deadline_ms": 1000})
+    for each in (*[again] * AGAIN, other):
         with contextlib.suppress(KvferryError):
-            deadline_ms = 1000 if again == AGAIN - 1 else None
-            await scene.reader.routers[0].order(
-                OrderBody(request_id=request.request_id, source=source, deadline_ms=deadline_ms)
-            )
+            await scene.reader.routers[0].order(each)
 
 
 async def twin(scene: Scene, request: Request, victim: str, mending: AsyncExitStack) -> None:
