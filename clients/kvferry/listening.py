@@ -1,4 +1,4 @@
-"""What servers of HTTP share: sockets of every interface of a host, and connections that end if no request comes."""
+"""For servers of HTTP: sockets of every interface of a host, and connections that end if no request comes."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ PROMPT = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 
 
 @contextmanager
-def proxy(prefill: list[ForeignEngine | str], decode: ForeignEngine | str, **options: Any) -> Iterator[httpx.Client]:
+def proxy(prefill: list[ForeignEngine | str], *decode: ForeignEngine | str, **options: Any) -> Iterator[httpx.Client]:
     def endpoint(side: ForeignEngine | str) -> Endpoint:
         return Endpoint(side if isinstance(side, str) else side.url)
 
-    chosen = Options(prefill=tuple(map(endpoint, prefill)), decode=(endpoint(decode),), **options)
+    chosen = Options(prefill=tuple(map(endpoint, prefill)), decode=tuple(map(endpoint, decode)), **options)
     with served(build_app(chosen)) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
@@ -227,6 +227,38 @@ def test_decode_may_compute_alone_when_no_prefill_engine_answers(
     assert len(decode.seen) == 2
 
 
+@pytest.fixture
+def hanging(prefill: ForeignEngine) -> Iterator[ForeignEngine]:
+    """A prefill engine that takes requests and never answers."""
+    prefill.hold.clear()
+    yield prefill
+    prefill.hold.set()
+
+
+def test_a_prefill_engine_that_hangs_leaves_the_others_their_time(
+    hanging: ForeignEngine, decode: ForeignEngine
+) -> None:
+    with engine() as other, proxy([hanging, other], decode, prefill_timeout_s=1.0) as client:
+        answer = client.post("/v1/completions", json=PROMPT)
+        assert answer.status_code == 200, answer.text
+        assert (len(hanging.seen), len(other.seen)) == (1, 1)
+        assert hanging.left.wait(60)
+    assert decode.seen[0].body["kv_transfer_params"] == other.params
+
+
+@pytest.mark.parametrize("when_no_prefill", ["refuse", "recompute"])
+def test_when_every_prefill_engine_hangs_the_policy_decides(
+    when_no_prefill: str, hanging: ForeignEngine, decode: ForeignEngine
+) -> None:
+    with proxy([hanging], decode, prefill_timeout_s=0.5, when_no_prefill=when_no_prefill) as client:
+        answer = client.post("/v1/completions", json=PROMPT)
+    if when_no_prefill == "recompute":
+        assert answer.status_code == 200 and decode.seen[0].body == PROMPT
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
+        assert hanging.url in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("status", [400, 429, 500])
 def test_a_prefill_engine_that_refuses_has_answered(status: int, prefill: ForeignEngine, decode: ForeignEngine) -> None:
     prefill.statuses = [status]
@@ -257,6 +289,33 @@ def test_a_header_names_the_prefill_and_strangers_are_forbidden(prefill: Foreign
 
 
 # incoming requests are checked
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b" " * 2000, 413),
+        ("GET", "/v1/completions", b"", 405),
+        ("GET", "/v1/nothing", b"", 404),
+        ("GET", "/v1/models", b"", 200),
+        ("GET", "/health", b"", 200),
+    ],
+)
+def test_every_answer_has_an_id(
+    method: str, path: str, content: bytes, status: int, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    with proxy([prefill], decode, max_body_mb=0.001) as client:
+        for own in ("r-1", "x" * 256):
+            answer = client.request(method, path, content=content, headers={"X-Request-Id": own})
+            assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, [own])
+        assert re.fullmatch("[0-9a-f]{32}", client.request(method, path, content=content).headers["x-request-id"])
+
+
+def test_an_id_that_is_no_name_is_not_repeated(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json=PROMPT, headers={"X-Request-Id": "a b"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "malformed_request_id")
+    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
 @pytest.mark.parametrize(
@@ -348,6 +407,51 @@ def test_a_dead_decode_is_a_502_that_names_it(dead: str, prefill: ForeignEngine)
         answer = client.post("/v1/completions", json=PROMPT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_unreachable")
         assert dead in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_decode_engine_is_asked_where_one_is_down(
+    stream: bool, dead: str, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    body = PROMPT | {"stream": stream}
+    with engine() as other, proxy([prefill], dead, decode, other) as client:
+        answers = [client.post("/v1/completions", json=body) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert len(decode.seen) + len(other.seen) == 3
+    assert all(seen.body == body | {"kv_transfer_params": prefill.params} for seen in decode.seen)
+    assert len(prefill.seen) == 3, "a prompt is prefilled once"
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_another_decode_engine_is_asked_where_one_is_overloaded(
+    status: int, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    decode.statuses = [status]
+    with engine() as other, proxy([prefill], decode, other) as client:
+        assert client.post("/v1/completions", json=PROMPT).status_code == 200
+        assert len(decode.seen) == len(other.seen) == 1
+
+
+def test_tries_of_decode_are_bounded_and_end_with_the_last_answer(prefill: ForeignEngine) -> None:
+    with ExitStack() as stack:
+        decodes = [stack.enter_context(engine(statuses=[503] * 9)) for _ in range(3)]
+        client = stack.enter_context(proxy([prefill], *decodes, decode_attempts=2))
+        answer = client.post("/v1/completions", json=PROMPT)
+        assert (answer.status_code, answer.json()) == (503, {"error": {"message": "no: 503"}})
+        assert answer.headers["x-engine"] == decodes[1].url
+        assert [len(decode.seen) for decode in decodes] == [1, 1, 0]
+
+
+def test_a_stream_that_has_begun_is_not_asked_for_again(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    decode.breaks = True
+    with (
+        engine() as other,
+        proxy([prefill], decode, other) as client,
+        client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as answer,
+        pytest.raises(httpx.RemoteProtocolError),
+    ):
+        answer.read()
+    assert not other.seen
 
 
 def test_a_stream_that_breaks_is_never_taken_for_a_whole_one(client: httpx.Client, decode: ForeignEngine) -> None:

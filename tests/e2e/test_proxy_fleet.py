@@ -138,6 +138,33 @@ def test_an_order_that_nobody_takes_fails_the_request_and_frees_prefill(stage: S
         fleet.close()
 
 
+@pytest.mark.parametrize(("order", "down"), [("engine", "engine"), ("router", "engine"), ("router", "daemon")])
+def test_another_decode_engine_reads_what_was_prefilled(order: str, down: str, stage: Stage) -> None:
+    """The first one, or its daemon, was killed."""
+    fleet = Fleet()
+    try:
+        gone = fleet.daemon("gone-first")
+        asyncio.run(fleet.ready(gone, timeout_s=START_S))
+        first = stage.bare if down == "daemon" else fleet.engine("first", preset="tiny", daemons=[gone])
+        asyncio.run(fleet.ready(first, timeout_s=START_S))
+        (gone if down == "daemon" else first).signal(signal.SIGKILL)
+        second = ",daemon=".join([stage.decode.url, *(daemon.url for daemon in stage.decode_daemons)])
+        proxy = fleet.proxy(
+            stage.prefill, first, prefill_daemons=[stage.prefill_daemon], decode_daemons=[gone], order=order,
+            flags=["--decode", second],
+        )  # fmt: skip
+        asyncio.run(fleet.ready(proxy, timeout_s=START_S))
+        request_id = f"second-{order}-{down}"
+        expected = tokens(complete(stage.alone.url, request_id))
+        for turn in range(2):
+            assert tokens(complete(proxy.url, f"{request_id}-{turn}")) == expected
+        (record,) = transfers(stage.decode_daemons[0], f"{request_id}-0")
+        assert record.state is TransferState.DONE
+        assert eventually(lambda: not held(stage, request_id))
+    finally:
+        fleet.close()
+
+
 @pytest.mark.parametrize("which", ["prefill", "decode"])
 def test_the_daemon_that_did_not_answer_is_named(which: str, stage: Stage) -> None:
     daemon = stage.prefill_daemon if which == "prefill" else stage.decode_daemons[0]

@@ -53,9 +53,8 @@ async def whole(response: httpx.Response) -> Response:
 class Answer:
     """Writes one response over ASGI. `status` is 0 until it has started, `complete` is set when it ended whole."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._request_id = request_id
         self._events = False
         self.status = 0
         self.complete = False
@@ -71,7 +70,6 @@ class Answer:
         self.status = status
         raw = [(name.lower(), value) for name, value in headers]
         self._events = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in raw)
-        raw.append((b"x-request-id", self._request_id.encode("latin-1")))
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def write(self, data: bytes) -> None:

@@ -15,7 +15,9 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.asgi import client_gone
 from kvferry.errors import Forbidden, KvferryError, Malformed, Unauthorized
@@ -34,6 +36,9 @@ OURS = HOP_BY_HOP | {
     "accept-encoding", "content-length", "content-type", "expect", "host", "x-prefiller-host-port", "x-request-id",
 }  # fmt: skip
 """Request headers that the proxy answers for itself on both legs."""
+NAME = re.compile(r"[\x21-\x7e]{1,256}")
+ID = "kvferry.request_id"
+"""In the scope of a request: the id that its answer has."""
 OF_THE_CLIENTS = 128
 """Characters of a client's X-Request-Id in the id of a handover. Engines add to it, and take 200 (or 256) in all."""
 
@@ -85,18 +90,18 @@ class Proxy:
     async def relay(self, request: Request) -> Response:
         """Check a request; the returned response carries it through both legs. Raises KvferryError."""
         self.authorize(request)
-        client_id = _client_id(request)
+        client_id, answer_id = _client_id(request), request.scope[ID]
         body = read_body(await _content(request, round(self.options.max_body_mb * 2**20)))
         prefills = self.prefills.among(",".join(request.headers.getlist("x-prefiller-host-port")))
-        handover_id = _handover_id(client_id)
+        handover_id = _handover_id(client_id) if client_id else answer_id
         headers = self._headers(request, handover_id)
-        asked = Asked(request.url.path, body, headers, client_id or handover_id, handover_id)
-        return Exchange(asked, prefills, self.decodes.turn()[0], self.options, self.http, self.daemons)
+        asked = Asked(request.url.path, body, headers, answer_id, handover_id)
+        return Exchange(asked, prefills, self.decodes.turn(), self.options, self.http, self.daemons)
 
     async def models(self, request: Request) -> Response:
         """/v1/models of the first decode engine that answers. Raises KvferryError."""
         self.authorize(request)
-        headers = self._headers(request, _client_id(request) or _handover_id(""))
+        headers = self._headers(request, _client_id(request) or request.scope[ID])
         for endpoint in self.decodes.turn():
             try:
                 async with leg("decode", endpoint, MODELS_TIMEOUT_S):
@@ -140,7 +145,7 @@ class Proxy:
 def _client_id(request: Request) -> str:
     """The client's X-Request-Id; empty where it sent none."""
     request_id = request.headers.get("x-request-id")
-    if request_id is not None and not re.fullmatch(r"[\x21-\x7e]{1,256}", request_id):
+    if request_id is not None and not NAME.fullmatch(request_id):
         raise Malformed(
             "malformed_request_id", "X-Request-Id is not a name", field="X-Request-Id", value=request_id,
             remedy="send 1 to 256 visible ASCII characters, or leave it out",
@@ -150,8 +155,28 @@ def _client_id(request: Request) -> str:
 
 def _handover_id(client_id: str) -> str:
     """An id for both legs that no other request has: a client may send one id with several prompts."""
-    unique = secrets.token_hex(16)
-    return f"{client_id[:OF_THE_CLIENTS]}-{unique[:16]}" if client_id else unique
+    return f"{client_id[:OF_THE_CLIENTS]}-{secrets.token_hex(8)}"
+
+
+class Named:
+    """Gives each answer of an application an X-Request-Id: the client's, or a new one where it sent no name."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        scope[ID] = given if NAME.fullmatch(given) else secrets.token_hex(16)
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", scope[ID].encode())]
+            await send(message)
+
+        await self._app(scope, receive, named)
 
 
 async def _part(parts: AsyncIterator[bytes]) -> bytes | None:
@@ -178,11 +203,11 @@ async def _content(request: Request, limit: int) -> bytes:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, KvferryError)
-    log.info("refused %s: %s", request.url.path, error.code)
+    log.info("request %s: refused %s: %s", request.scope[ID], request.url.path, error.code)
     return refusal(error)
 
 
-def build_app(options: Options) -> FastAPI:
+def build_app(options: Options) -> ASGIApp:
     """The application; its lifespan owns the connection pool."""
     proxy = Proxy(options)
 
@@ -209,4 +234,4 @@ def build_app(options: Options) -> FastAPI:
     app.add_api_route("/healthz", healthz)
     if shown is not None:
         app.include_router(fleet.routes(shown, proxy.authorize))
-    return app
+    return Named(app)

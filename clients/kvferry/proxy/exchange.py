@@ -32,7 +32,9 @@ from kvferry.schemas import OrderBody, Ordered
 log = logging.getLogger("kvferry.proxy")
 ABORT_TIMEOUT_S = 5.0
 RETRIED = (502, 503, 504)
-"""Prefill answers that another prefill engine may cure; all others go to the client unchanged."""
+"""Answers that another engine may cure; all others go to the client unchanged."""
+ELSEWHERE = ("engine_unreachable", "daemon_unreachable", "draining")
+"""Errors of a decode engine, or of its daemon, that do not concern another one."""
 GRACE_S = 2.0
 """When a client leaves: how long prefill's answer is still awaited, for the lease's name in it, and an order under way,
 which the abort must not overtake."""
@@ -113,15 +115,16 @@ class Asked:
 class Exchange(Response):
     """The answer to a request: runs as long as the client stays, and cleans up after itself either way.
 
-    prefills: the engines to try, in this order. decode: the one that answers.
+    prefills, decodes: the engines to try, in this order.
     """
 
     def __init__(
-        self, asked: Asked, prefills: Sequence[Endpoint], decode: Endpoint, options: Options, http: httpx.AsyncClient,
-        daemons: Daemons,
+        self, asked: Asked, prefills: Sequence[Endpoint], decodes: Sequence[Endpoint], options: Options,
+        http: httpx.AsyncClient, daemons: Daemons,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._asked, self._prefills, self._decode_engine = asked, prefills, decode
+        self._asked = asked
+        self._prefills, self._decodes = prefills[: options.prefill_attempts], decodes[: options.decode_attempts]
         self._options, self._http, self._daemons = options, http, daemons
         self._began = time.monotonic()
         self._timings_ms: dict[str, float] = {}
@@ -129,15 +132,15 @@ class Exchange(Response):
         self._tried: list[Endpoint] = []
         self._params: legs.JsonObject | None = None
         self._prefilling: asyncio.Task[Response | None] | None = None
-        self._ordering: asyncio.Task[Ordered] | None = None
-        self._decode_asked = False
+        self._decodes_tried: list[Endpoint] = []
+        self._orderings: list[asyncio.Task[Ordered]] = []
         self._alone = False
         """No prefill engine has answered, and decode computes the prompt itself."""
         self._settled = False
         """Nothing is left to free: decode answered to the end, or prefill published nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = Answer(send, self._asked.request_id)
+        answer = Answer(send)
         serving = asyncio.create_task(self._serve(answer))
         leaving = asyncio.create_task(disconnected(receive))
         try:
@@ -159,10 +162,11 @@ class Exchange(Response):
         log.info(
             "request %s as %s: %s %s status=%d bytes=%d prefill=%s decode=%s ms=%s%s",
             self._asked.request_id, self._lease, self._asked.path, outcome, answer.status, answer.nbytes,
-            " ".join(endpoint.url for endpoint in self._tried), self._decode_engine.url, self._timings_ms,
+            " ".join(each.url for each in self._tried), " ".join(each.url for each in self._decodes_tried),
+            self._timings_ms,
             f" error={self._error.code}: {self._error}" if self._error else "",
         )  # fmt: skip
-        if not self._settled or len(self._tried) > 1 or self._alone:
+        if not self._settled or len(self._tried) > 1 or len(self._decodes_tried) > 1 or self._alone:
             self._daemons.in_background(self._clean_up())
 
     async def _serve(self, answer: Answer) -> None:
@@ -187,71 +191,86 @@ class Exchange(Response):
         Keeps what was published in `_params`. Returns a refusal for the client. Raises KvferryError: what `leg` and
         `published` raise.
         """
-        endpoints = self._prefills[: self._options.prefill_attempts]
         body = legs.encode(legs.prefill_body(self._asked.body))
-        async with leg("prefill", endpoints[0], self._options.prefill_timeout_s):
-            for endpoint in endpoints:
-                last = endpoint is endpoints[-1]
-                self._tried.append(endpoint)
-                try:
-                    response = await self._http.post(**self._request(endpoint, body))
-                except httpx.PoolTimeout:
-                    raise
-                except httpx.HTTPError as error:
-                    if last and not self._goes_on_alone():
-                        raise _unreachable("prefill", endpoint, error) from error
-                    continue
-                if response.status_code not in RETRIED or (last and not self._goes_on_alone()):
-                    break
-            if self._alone:
+        for endpoint in self._prefills:
+            self._tried.append(endpoint)
+            last = await self._ask_prefill(endpoint, body)
+            if isinstance(last, httpx.Response) and last.status_code not in RETRIED:
+                break
+        else:
+            if self._options.when_no_prefill == "recompute":
+                self._alone = True
+                log.warning("request %s: no prefill engine answers, decode computes it alone", self._asked.request_id)
                 return None
-            if response.status_code >= 400:
-                return await whole(response)
-            self._params = legs.published(response)
-            return None
+        if isinstance(last, KvferryError):
+            raise last
+        if last.status_code >= 400:
+            return await whole(last)
+        self._params = legs.published(last)
+        return None
 
-    def _goes_on_alone(self) -> bool:
-        """No prefill engine has answered; whether decode is to compute the prompt."""
-        self._alone = self._options.when_no_prefill == "recompute"
-        if self._alone:
-            log.warning("request %s: no prefill engine answers, decode computes it alone", self._asked.request_id)
-        return self._alone
+    async def _ask_prefill(self, endpoint: Endpoint, body: bytes) -> httpx.Response | KvferryError:
+        """Its answer, or why there is none. Each engine has the time of a whole leg: one that hangs takes none of
+        another's. Raises KvferryError (`full`)."""
+        try:
+            async with leg("prefill", endpoint, self._options.prefill_timeout_s):
+                return await self._http.post(**self._request(endpoint, body))
+        except (Deadline, Unavailable) as error:
+            return error
 
     def _request(self, endpoint: Endpoint, body: bytes) -> dict[str, Any]:
         return {"url": endpoint.url + self._asked.path, "content": body, "headers": self._asked.headers}
 
     async def _decode(self, answer: Answer) -> None:
+        """Ask decode engines in order until one begins to answer. Raises KvferryError: the last one's."""
+        for endpoint in self._decodes:
+            self._decodes_tried.append(endpoint)
+            try:
+                if await self._decode_at(endpoint, answer):
+                    return
+            except KvferryError as error:
+                if answer.status or endpoint is self._decodes[-1] or error.code not in ELSEWHERE:
+                    raise
+                log.warning("request %s: %s; another decode engine is asked", self._asked.request_id, error)
+
+    async def _decode_at(self, endpoint: Endpoint, answer: Answer) -> bool:
+        """False when another engine is to be asked."""
         ordered = self._params is not None and self._options.order == "router"
         body = legs.encode(legs.decode_body(self._asked.body, self._params, ordered=ordered))
+        ordering: asyncio.Task[Ordered] | None = None
         if ordered:
             assert self._params is not None
             order, headers = legs.order(self._params), self._asked.headers
-            ordering = self._daemons.order(
-                self._decode_engine, order, timeout_s=self._options.order_timeout_s,
+            placing = self._daemons.order(
+                endpoint, order, timeout_s=self._options.order_timeout_s,
                 traceparent=headers.get("traceparent", ""), x_request_id=headers["x-request-id"],
             )  # fmt: skip
-            self._ordering = asyncio.create_task(ordering)
-        relaying = asyncio.create_task(self._relay(body, answer))
+            ordering = asyncio.create_task(placing)
+            self._orderings.append(ordering)
+        relaying = asyncio.create_task(self._relay(endpoint, body, answer))
         try:
-            if self._ordering is not None:
-                await asyncio.wait({self._ordering, relaying}, return_when=asyncio.FIRST_COMPLETED)
-                if self._ordering.done() and not answer.status and not relaying.done():
-                    self._ordering.result()
+            if ordering is not None:
+                await asyncio.wait({ordering, relaying}, return_when=asyncio.FIRST_COMPLETED)
+                if ordering.done() and not answer.status and not relaying.done():
+                    ordering.result()
                     self._mark("order")
             answered = await relaying
         finally:
             relaying.cancel()
             await asyncio.wait({relaying})
         # An order that was not taken by the end of a good answer was not needed, and must not outlive it.
-        self._settled = self._params is None or (answered and (self._ordering is None or _succeeded(self._ordering)))
+        self._settled = self._params is None or (answered and (ordering is None or _succeeded(ordering)))
+        return bool(answer.status)
 
-    async def _relay(self, body: bytes, answer: Answer) -> bool:
-        """Pass decode's answer on, byte for byte. False when it is a refusal."""
-        self._decode_asked = True
+    async def _relay(self, endpoint: Endpoint, body: bytes, answer: Answer) -> bool:
+        """Pass decode's answer on, byte for byte. False when it is a refusal, which the client gets unless another
+        engine may cure it."""
         async with (
-            leg("decode", self._decode_engine, self._options.decode_timeout_s),
-            self._http.stream("POST", **self._request(self._decode_engine, body)) as response,
+            leg("decode", endpoint, self._options.decode_timeout_s),
+            self._http.stream("POST", **self._request(endpoint, body)) as response,
         ):
+            if response.status_code in RETRIED and endpoint is not self._decodes[-1]:
+                return False
             if response.status_code >= 400:
                 self._error = PeerFailed("decode_refused", f"decode answered {response.status_code}")
                 await answer.whole(await whole(response))
@@ -281,16 +300,16 @@ class Exchange(Response):
 
     async def _clean_up(self) -> None:
         """Free what the request may hold on either side. Bounded; failures are logged."""
-        waited = ([] if self._params else [self._prefilling]) + [self._ordering]
+        waited = [*([] if self._params else [self._prefilling]), *self._orderings]
         for task in waited:
             if task is not None:
                 await asyncio.wait({task}, timeout=GRACE_S)
                 task.cancel()
                 await asyncio.wait({task}, timeout=1.0)
                 _succeeded(task)
+        for endpoint in self._decodes_tried[:-1] if self._settled else self._decodes_tried:
+            await self._daemons.free(endpoint, self._lease)
         if not self._settled:
-            if self._decode_asked:
-                await self._daemons.free(self._decode_engine, self._lease)
             for endpoint in self._tried[-1:]:
                 await self._daemons.free(endpoint, self._lease)
         for endpoint in self._tried if self._alone else self._tried[:-1]:  # it may have published before it failed
@@ -310,8 +329,8 @@ async def leg(name: str, endpoint: Endpoint, timeout_s: float) -> AsyncIterator[
             yield
     except TimeoutError as error:
         raise Deadline(
-            "engine_timeout", f"the {name} engine took longer than {timeout_s:g} s", field=f"--{name}-timeout",
-            value=timeout_s, remedy=f"try again, or allow more with --{name}-timeout",
+            "engine_timeout", f"the {name} engine at {endpoint.url} took longer than {timeout_s:g} s",
+            field=f"--{name}-timeout", value=timeout_s, remedy=f"try again, or allow more with --{name}-timeout",
         ) from error  # fmt: skip
     except httpx.PoolTimeout as error:
         what = "all connections that the proxy may have to engines are in use"

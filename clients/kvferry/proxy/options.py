@@ -101,7 +101,7 @@ ENGINE = ["URL[,daemon=URL]..."]
 
 
 class Options(BaseModel):
-    """Times in seconds; each bounds a whole leg, connecting and reading included. Described fields are flags."""
+    """Times in seconds; each bounds the leg to one engine, connecting included. Described fields are flags."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True, extra="forbid")
 
@@ -115,15 +115,20 @@ class Options(BaseModel):
     connect_timeout_s: Seconds = Field(
         default=5.0, alias="connect_timeout", description="until a connection to an engine stands"
     )
-    prefill_timeout_s: Seconds = Field(default=120.0, alias="prefill_timeout", description="for the prefill leg")
+    prefill_timeout_s: Seconds = Field(
+        default=120.0, alias="prefill_timeout", description="for each prefill engine that is asked"
+    )
     decode_timeout_s: Seconds = Field(
-        default=600.0, alias="decode_timeout", description="for the decode leg, its whole stream included"
+        default=600.0, alias="decode_timeout", description="for each decode engine that is asked, its stream included"
     )
     order_timeout_s: Seconds = Field(
         default=30.0, alias="order_timeout", description="for placing the order, waiting for a full daemon included"
     )
     prefill_attempts: Count = Field(
-        default=3, description="prefill engines to try when one is down or answers 502, 503 or 504"
+        default=3, description="prefill engines to try when one is down, hangs or answers 502, 503 or 504"
+    )
+    decode_attempts: Count = Field(
+        default=3, description="decode engines to try when one is down or answers 502, 503 or 504"
     )
     when_no_prefill: Literal["refuse", "recompute"] = Field(
         default="refuse",
