@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from shared_leases import BLOCK, LEASE, SPEC, TOKENS, Scheduler
 from vllm.sampling_params import SamplingParams
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.vllm import register
@@ -24,6 +24,9 @@ from kvferry.vllm.step import Address
 COUNT = len(TOKENS)
 STATE = MambaSpec(block_size=BLOCK, shapes=((2, 8),), dtypes=(torch.float32,))
 HYBRID = KVCacheConfig(8, [], [KVCacheGroupSpec(["full"], SPEC), KVCacheGroupSpec(["state"], STATE)])
+
+WINDOW = RSWASpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, rswa_window=BLOCK)
+BEHIND = KVCacheConfig(8, [], [KVCacheGroupSpec(["full"], WINDOW)])
 
 
 def request(tokens: list[int] | None, **more: Any) -> Request:
@@ -50,6 +53,23 @@ def prefilled(one: Request) -> dict[str, Any]:
         "kept": keeps, "told": (params or {}).get("remote_num_tokens"), "lengths": sorted(lengths),
         "prompt": one.num_prompt_tokens, "names what was computed": named,
     }  # fmt: skip
+
+
+def with_a_hole() -> dict[str, Any]:
+    """64 tokens behind the prompt, of which the engine has kept the last 16."""
+    side, one = Scheduler(BEHIND).side, request(list(TOKENS))
+    side.reached_at({(0, 0): Address("127.0.0.1:9")})
+    part = digest_of(one, COUNT).hex()
+    side.admit(one)
+    assert side.loadable(one, 0) == (0, False)
+    side.allocated(one, ([1, 2],), 0)
+    one.append_output_token_ids(list(range(65)))
+    one.num_computed_tokens, one.status = COUNT + 64, RequestStatus.FINISHED_LENGTH_CAPPED
+    _, params = side.finished(one, ([1, 2, 0, 0, 0, 6],))
+    (published,) = side._step.finished
+    blocks = published.tables["0"].block_ids.tolist()
+    told = (params or {}).get("remote_num_tokens")
+    return {"blocks": blocks, "told": told, "names what is there": published.digest.hex() == part}
 
 
 def ended_by_vllm(*, fails: bool) -> dict[str, Any]:
@@ -96,6 +116,7 @@ def main() -> None:
         "tokens": prefilled(request(list(TOKENS))),
         "embeddings": prefilled(request(None, prompt_embeds=rows)),
         "both": prefilled(request(list(TOKENS), prompt_embeds=rows, prompt_is_token_ids=[i < 9 for i in range(COUNT)])),
+        "a hole": with_a_hole(),
         "its load has failed": ended_by_vllm(fails=True),
         "its load is under way": ended_by_vllm(fails=False),
         "kept of a load": kept_of_loads(count=64, blocks=512),

@@ -69,10 +69,10 @@ class Scheduler:
 
     def ends(self, name: str, status: RequestStatus) -> None:
         self._requests[name].status = status
-        self.side.finished(self._requests.pop(name), ([0, 1],))
+        self.side.finished(self._requests.pop(name), ([1, 2],))
 
     def step(self) -> dict[str, list[str]]:
-        step = self.side.next_step(SchedulerOutput.make_empty(), lambda name: ([0, 1],))
+        step = self.side.next_step(SchedulerOutput.make_empty(), lambda name: ([1, 2],))
         ordered = {"load": [load.request_id for load in step.load], "cancel": step.cancel}
         return ordered | {"release": [load.request_id for load in step.release]}
 

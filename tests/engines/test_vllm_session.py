@@ -66,6 +66,11 @@ def test_any_prompt_is_prefilled_up_to_its_last_token_where_the_model_has_a_stat
     assert odd[prompt] == {"kept": True, "names what was computed": True} | to
 
 
+def test_what_a_reference_window_has_given_up_is_not_published_nor_what_comes_after_it(odd: dict[str, Any]) -> None:
+    """vLLM's null block stands in the table for it (R-SWA)."""
+    assert odd["a hole"] == {"blocks": [1, 2], "told": 32, "names what is there": True}
+
+
 def test_a_load_that_fails_is_counted_when_vllm_ends_its_request_before_it_says_so(odd: dict[str, Any]) -> None:
     """As it does unless told to recompute. A request that is ended for another reason has its load cancelled."""
     assert odd["its load has failed"] == {"missed": {"failed": 1}, "cancel": []}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -307,6 +307,9 @@ class SchedulerSide:
         again = self._options.second_turn and not self._behind  # a state may be some tokens ahead of num_tokens
         keep = handoff.do_remote_decode or (handoff.do_remote_prefill and again)
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest token has no KV yet
+        if self._early:
+            held = (block_ids[group_id] for group_id, _ in self._groups)
+            num_tokens = min(num_tokens, *map(_before_a_hole, held, self._spans))
         if not keep or request.status not in COMPLETE or num_tokens < 1:
             if handoff.do_remote_decode and request.status in COMPLETE:
                 self._missed(request.request_id, "unpublished", "it has no token whose KV could be read")
@@ -392,6 +395,11 @@ class SchedulerSide:
             return 0
         wanted = request.num_prompt_tokens - self._behind
         return 0 if self._behind and origin.num_tokens > wanted else min(origin.num_tokens, wanted)
+
+
+def _before_a_hole(ids: Sequence[int], span: int) -> int:
+    """How many tokens full attention has in these blocks: a reference window (R-SWA) gives up some behind the prompt."""
+    return (ids.index(NULL_BLOCK) if NULL_BLOCK in ids else len(ids)) * span
 
 
 def _is_state(group: KVCacheGroupSpec) -> bool:
