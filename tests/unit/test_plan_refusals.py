@@ -1,5 +1,7 @@
 """Refusals of the planner, with which code and both values; and what is wrong with tables."""
 
+import time
+
 import pytest
 from caches import HND, array, attention, cache, move, table
 
@@ -59,6 +61,30 @@ def test_a_component_that_no_source_lists() -> None:
     assert {(reason.code, reason.component) for reason in reasons} == {
         ("missing_component", name) for name in ("1.k", "1.v")
     }
+
+
+def test_a_layer_that_the_two_describe_by_other_parts_is_refused_by_what_each_has() -> None:
+    """As an opaque cache is one component, and another one keys and values."""
+    parts = cache(*attention(), array("other", 1, block=8, slot=4, head=2, dim=2))
+    packed = cache(array("kv", block=8, slot=4, head=2, dim=9, dtype="uint8", encoding="opaque:e.packed"))
+    assert only(parts, packed) == ("encoding", "0.kv", "k bf16, v bf16", "kv opaque:e.packed")
+    assert [str(each) for each in refused(packed, parts)] == [
+        "component 0.k: encoding: source has kv opaque:e.packed, destination has k bf16",
+        "component 0.v: encoding: source has kv opaque:e.packed, destination has v bf16",
+        "component 1.other: missing_component: source has no rank that lists it, destination has other bf16",
+    ]
+
+
+def test_a_layer_of_many_parts_is_told_in_short_and_at_once() -> None:
+    def named(side: str) -> Manifest:
+        return cache(*(array(f"{side}{i}", block=1, slot=1, head=1, dim=1) for i in range(5_000)))
+
+    started = time.thread_time()
+    with pytest.raises(PlanRefused) as caught:
+        plan([named("theirs")], named("ours"))
+    assert time.thread_time() - started < 2
+    assert len({len(each.source) for each in caught.value.refusals}) == 1
+    assert len(caught.value.refusals[0].source) < 200
 
 
 def test_source_ranks_that_disagree_about_context_parallelism() -> None:

@@ -398,7 +398,7 @@ class SchedulerSide:
 
 
 def _before_a_hole(ids: Sequence[int], span: int) -> int:
-    """How many tokens full attention has in these blocks: a reference window (R-SWA) gives up some behind the prompt."""
+    """How many tokens full attention has in these blocks: a reference window (R-SWA) gives up some of them."""
     return (ids.index(NULL_BLOCK) if NULL_BLOCK in ids else len(ids)) * span
 
 

@@ -72,8 +72,6 @@ def _check_compatible(wanted: Component, holder: Held, found: Sequence[Held], un
     def refuse(code: str, source: object, destination: object, axis: str = "") -> None:
         reasons.setdefault((code, axis), Refusal(code, wanted.label, str(source), str(destination)))
 
-    if not found:
-        refuse("missing_component", "no rank that lists it", f"dtype {wanted.dtype}")
     for group, theirs in ((held.group, held.layout) for held in found):
         if theirs.meaning != layout.meaning and (theirs.named or layout.named):
             refuse("encoding", theirs.meaning, layout.meaning)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.errors import Refusal
+from kvferry.errors import Refusal, shorten
 from kvferry.manifest import Component, Group, Manifest, TokenShard
 from kvferryd.plan.axes import Ints, Layout, Loop, Radix, layouts, step
 from kvferryd.plan.choose import Choice, Held, choose
-from kvferryd.plan.refused import PlanRefused
+from kvferryd.plan.refused import VALUE, PlanRefused
 from kvferryd.plan.rows import Boxes, Pattern, most_runs, patterns
 from kvferryd.plan.segments import EVERY, Pairs, Steps, local_tokens, strands_between, strands_of
 
@@ -197,8 +197,12 @@ def plan(sources: Sequence[Manifest], destination: Manifest) -> Plan:
     choices: dict[tuple[Held, ...], list[Choice]] = {}
     alike: dict[tuple[Choice, int, int], Alike] = {}
     copies: dict[tuple[object, ...], Copy] = {}
+    unlisted: list[Component] = []
     wanted_as = _looks(destination, layout_of)
     for wanted in destination.components:
+        if (wanted.layer, wanted.name) not in holders:
+            unlisted.append(wanted)
+            continue
         own, (found, components) = wanted_as(wanted), holders[wanted.layer, wanted.name]
         look = (own, *found)
         if look not in choices:
@@ -216,9 +220,25 @@ def plan(sources: Sequence[Manifest], destination: Manifest) -> Plan:
                 copies.setdefault(_together(copy), copy).alike.append(alike[key])
             alike[key].components.append(wanted)
             alike[key].source_offsets.append(component.offset)
+    if unlisted:
+        refusals += _unlisted(unlisted, (each for source in sources for each in source.components), destination)
     if refusals:
         raise PlanRefused(refusals)
     return Plan(destination, {source.rank: source for source in sources}, tuple(copies.values()))
+
+
+def _unlisted(wanted: Sequence[Component], listed: Iterable[Component], destination: Manifest) -> Iterator[Refusal]:
+    """Why none of these is listed: a layer that has others than the destination's is described otherwise."""
+    own = {(each.layer, each.name) for each in destination.components}
+    others: dict[int, dict[str, None]] = defaultdict(dict)
+    for each in listed:
+        if (each.layer, each.name) not in own:
+            others[each.layer][f"{each.name} {each.meaning}"] = None
+    has = {layer: shorten(", ".join(parts), VALUE) for layer, parts in others.items()}
+    for each in wanted:
+        code = "encoding" if each.layer in has else "missing_component"
+        theirs = has.get(each.layer, "no rank that lists it")
+        yield Refusal(code, each.label, theirs, f"{each.name} {each.meaning}")
 
 
 def _looks(manifest: Manifest, layout_of: Callable[[Component], Layout]) -> Callable[[Component], Held]:

@@ -15,7 +15,10 @@ MEANING = {
         "start both engines with the same parallelism, block size and layout, or with another KV-cache dtype",
     ),
     "dtype": ("the element types differ", "give both engines the same KV-cache dtype"),
-    "missing_component": ("no source rank lists it", "give the manifests of all ranks, and engines of the same model"),
+    "missing_component": (
+        "no source rank lists it",
+        "give the manifests of all ranks; serve the same model on both sides, its draft included",
+    ),
     "inner_extent": ("an axis that is not sharded has another length", "the engines must serve the same model"),
     "total": ("the sharded axis has another length over all ranks", "the engines must serve the same model"),
     "axes": ("the axes are not the same", "name the axes alike on both sides; their order is free"),
