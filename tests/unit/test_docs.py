@@ -20,6 +20,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from kvferry.handoff import Handoff
 from kvferryd.commands import cli
 from kvferryd.config import OPTIONS
 
@@ -184,6 +185,13 @@ def test_the_readmes_code_is_that_of_the_examples() -> None:
     for code in found:
         indented = (textwrap.indent(code, " " * depth) for depth in (0, 4, 8))
         assert any(each in example for each in indented for example in examples), code
+
+
+def test_each_field_of_kv_transfer_params_beside_those_of_others_is_on_the_page_of_vllm() -> None:
+    page = (ROOT / "docs" / "vllm.md").read_text().partition("## kv_transfer_params")[2].partition("\n## ")[0]
+    of_others = {"remote_engine_id", "remote_block_ids"}
+    ours = {field for field in Handoff.model_fields if field.startswith("remote_")} - of_others
+    assert ours <= set(re.findall(r"`(\w+)`", page))
 
 
 def test_a_router_that_is_said_to_run_is_tested() -> None:
