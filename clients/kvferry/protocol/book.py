@@ -84,6 +84,7 @@ class Book:
     # The engine speaks.
 
     def _begin(self, said: e.Said) -> Effects:
+        assert said.call not in self._calls
         call, effects, start = Call(said, weights=self.start.weights), Effects(), self.start
         match said:
             case e.Publish():
@@ -275,6 +276,7 @@ class Book:
     # The session's end.
 
     def _lose(self, why: KvferryError) -> Effects:
+        assert self.ended is None
         self.ended = why
         self.start.lost.extend(self._leases)
         for kept in (self._waiting, self._sent, self._settling, self._counted, self._receives, self._unquiet):
@@ -296,12 +298,10 @@ class Book:
         return [e.Doubtful(owner, self.ended), e.Quiet(owner, self.unknown)]
 
     def _settle(self, unknown: KvferryError | None) -> Effects:
-        if self._over:
-            return []
+        assert self.ended is not None and not self._over
         self._over, self.unknown = True, unknown
-        end = unknown or values.daemon_gone()
         effects: Effects = [e.Quiet(owner, unknown) for owner in self._calls]
-        effects += [e.LeaseEnded(lease.held, end) for lease in self._leases.values()]
+        effects += [e.LeaseEnded(lease.held, unknown or values.daemon_gone()) for lease in self._leases.values()]
         self._calls.clear()
         self._leases.clear()
         return effects

@@ -31,7 +31,8 @@ class FenceOver(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """It is not published. Readers that wait for it, or come for it, are told why; not of a lease that is there."""
+    """It is not published. Readers that wait for it, or come for it, are told why; not if that lease is there, or a
+    later one."""
 
     request_id: str
     number: int

@@ -110,6 +110,8 @@ class Keeper:
 
     def on(self, event: e.KeeperEvent, now: float) -> list[e.KeeperEffect]:
         """Words of a daemon that is not known any more are dropped."""
+        assert isinstance(event, e.Begin) is not bool(self.started), "it begins once, and first"
+        assert not isinstance(event, e.NotStarted) or self.daemons[event.daemon].state is State.LOADING
         if self.ended:
             return []
         match event:
@@ -201,8 +203,7 @@ class Keeper:
         self.current, self.next.status, self.next.why = 0, status, how
         if self.wishes.stop or not self.served:
             return self._end(status, now)
-        effects: list[e.KeeperEffect] = []
-        pause_s = 0.0
+        effects, pause_s = list[e.KeeperEffect](), 0.0
         if not daemon.wanted:
             self.next.why = "it was upgraded"
         elif pause_s := self.deaths.pause_s(0.0 if daemon.served is None else now - daemon.served):

@@ -66,12 +66,19 @@ class Leader:
     def on(self, event: e.Event, now: float) -> Effects:
         match event:
             case e.Lead():
+                assert event.part not in self._led
                 self._led[event.part] = _Led(event, {rank: _Rank() for rank in event.ranks})
                 self._alarms.set(event.part, event.until + GRACE_S)
                 return [e.Gather(event.part)]
-            case e.Whole() | e.Incomplete() | e.Heard() | e.Unheard() | e.Again() | e.GaveUp():
-                led = self._led.get(event.part)
-                return [] if led is None else self._settled(led, self._of_part(led, event, now))
+            case e.GaveUp(part, code, failed):
+                led = self._led.get(part)
+                if led is None:
+                    return []
+                led.given_up = True
+                return self._give_up(led, code, failed=failed)
+            case e.Whole() | e.Incomplete() | e.Heard() | e.Unheard() | e.Again():
+                led = self._led[event.part]
+                return self._settled(led, self._of_part(led, event))
             case e.Refused(end, ranks, until):
                 again = sum(tell.refusal for tell in self._tells.values()) < TOLD_AGAIN
                 return [self._tell(rank, end, until if again else now, refusal=True) for rank in ranks]
@@ -82,9 +89,8 @@ class Leader:
             case _:
                 assert_never(event)
 
-    def _of_part(
-        self, led: _Led, event: e.Whole | e.Incomplete | e.Heard | e.Unheard | e.Again | e.GaveUp, now: float
-    ) -> Effects:
+    def _of_part(self, led: _Led, event: e.Whole | e.Incomplete | e.Heard | e.Unheard | e.Again) -> Effects:
+        assert led.asked is not isinstance(event, e.Whole | e.Incomplete)
         match event:
             case e.Whole(_, instances):
                 led.asked = True
@@ -96,12 +102,8 @@ class Leader:
             case e.Incomplete(_, why):
                 told = self._give_up(led, why.code, failed=True)  # ranks that have reserved wait for the order
                 return told + [each for rank in led.ranks for each in self._close(led, rank, why)]
-            case e.GaveUp(_, code, failed):
-                led.given_up = True
-                return self._give_up(led, code, failed=failed)
         known = led.ranks[event.rank]
-        if known.over:
-            return []
+        assert not known.over
         match event:
             case e.Heard(part, rank, done, code):
                 known.lost, known.over = None, done is not None
@@ -113,7 +115,8 @@ class Leader:
                 known.pause = min(2 * pause, AGAIN_S[1])
                 return [e.Pause(part, rank, pause)]
             case e.Again(part, rank, instance):
-                if known.lost is not None and (led.given_up or instance != known.instance):
+                assert known.lost is not None
+                if led.given_up or instance != known.instance:
                     return self._close(led, rank, known.lost)
                 return [e.Ask(part, rank)]
             case _:

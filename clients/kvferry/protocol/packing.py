@@ -67,14 +67,14 @@ class Packing:
         return [p.Cut(self.at, self._asked_for, view)]
 
     def on(self, event: p.PackingEvent, now: float) -> Effects:
-        if self._stage == OVER:
-            return []
         match event:
             case p.Want():
-                return self._want(event, now)
+                return [] if self._stage == OVER else self._want(event, now)
             case p.Gathered(_, chunk, problem):
+                self._gathering.remove(chunk)
                 return self.end(problem) if problem is not None else self._gathered(chunk, now)
             case p.WasCut(_, problem):
+                assert self._stage == CUTTING, "nothing is cut"
                 if problem is not None:
                     return self.end(problem)
                 self._stage = CUT
@@ -138,7 +138,6 @@ class Packing:
         return effects
 
     def _gathered(self, chunk: int, now: float) -> Effects:
-        self._gathering.remove(chunk)
         self._untold.append(chunk)
         self._packed += 1
         effects: Effects = [Speak(self.at.reading)]

@@ -211,8 +211,14 @@ class Parts:
             self._over.put(key, (attempt, why.kept()))
         return news
 
+    def over(self, part: Part) -> None:
+        """It has ended on every rank."""
+        assert not part.over
+        part.over = True
+
     def end(self, part: Part) -> bool:
         """Whether it waited."""
+        assert not part.ended
         part.stopped = part.ended = True
         part.reservation = part.brought = None
         self._ended[part.number] = part

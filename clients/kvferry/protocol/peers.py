@@ -108,6 +108,7 @@ class Peers:
                 return []
             case e.Use(number):
                 used = self._loaded[number]
+                assert not used.stale
                 used.users, used.used_at = used.users + 1, now
                 return []
             case e.Leave(number):

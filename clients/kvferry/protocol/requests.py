@@ -70,7 +70,7 @@ class Requests:
             case e.Ended():
                 return [*self._ended(self.parts[event.part], event), *self.parts.forget()]
             case e.Over(number):
-                self.parts[number].over = True
+                self.parts.over(self.parts[number])
                 return self.parts.forget()
             case e.Quiet(number):
                 return [*self._quiet(self.parts[number]), *self.parts.forget()]
@@ -312,6 +312,7 @@ class Requests:
         return effects if event.problem is None else [*effects, e.TellEnded(part.number)]
 
     def _quiet(self, part: Part) -> Effects:
+        assert not part.quiet
         part.quiet = True
         self.left -= 1
         self._claims.release(part.claim)

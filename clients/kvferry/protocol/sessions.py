@@ -59,6 +59,7 @@ class Sessions:
             case e.Attach(id) if self._closing:
                 return [e.Refused(id, _stopping())]
             case e.Attach(id, rank, resume):
+                assert id not in self.sessions and id not in self._attaching
                 self._attaching[id] = Attaching(rank, resume)
                 before = self._named(resume)
                 return [] if before is None else self._of(before, e.Withdraw(before.id), now)

@@ -28,6 +28,7 @@ class Source:
             case e.Ask() | e.Pack() | e.Leave():
                 return self.streams[event.reading.stream].on(event, now)
             case e.Connect(stream, who, announcing):
+                assert stream not in self.streams
                 most = max(READINGS, 2 * self.leases.limit)
                 serving = self.streams[stream] = Serving(self.leases, stream, who, most, announcing=announcing)
                 return serving.on(event, now)

@@ -26,8 +26,9 @@ from kvferry.protocol.states import TransferState, moved
 from kvferry.protocol.values import Sizes
 
 Effects = list[t.TransferEffect]
-ANSWERS: dict[type, type] = {
-    t.Met: t.Meet, t.Moved: t.Move, t.Drained: t.Drain, t.Proven: t.Prove, t.Compared: t.Compare
+ANSWERS: dict[type, type | tuple[type, ...]] = {
+    t.Met: t.Meet, t.Moved: t.Move, t.Drained: t.Drain, t.Proven: t.Prove, t.Compared: t.Compare,
+    t.Failed: (t.Meet, t.Move, t.Prove, t.Compare), t.Quiet: t.Finish,
 }  # fmt: skip
 """The shell's answers, and the step that each of them ends."""
 
@@ -62,6 +63,9 @@ class Progress:
     # ---- events ----
 
     def on(self, event: t.TransferEvent, now: float) -> Effects:
+        asked = ANSWERS.get(type(event))
+        assert asked is None or isinstance(self.do, asked), f"{type(event).__name__} answers nothing: {self.do}"
+        assert not isinstance(event, t.Match) or self.state is TransferState.WAITING, "it has matched, or ended"
         if isinstance(event, t.Quiet):
             effects = self._leave(now) if self.state is TransferState.DONE else []
             self.readings = {}
@@ -69,11 +73,8 @@ class Progress:
         if self.state.ended:
             return []
         try:
-            asked = ANSWERS.get(type(event))
-            assert asked is None or isinstance(self.do, asked), f"{type(event).__name__} answers nothing: {self.do}"
             match event:
                 case t.Match(wanted):
-                    assert self.wanted is None, "it has matched"
                     self.wanted, self.do = wanted, t.Meet()
                     self._move(TransferState.CONNECTING)
                 case t.Told(rank, told):
