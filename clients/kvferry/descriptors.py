@@ -1,7 +1,8 @@
-"""File handles of a process that has many connections."""
+"""File handles of a process: those that it begins with, and how many it may have."""
 
 from __future__ import annotations
 
+import os
 import resource
 
 DESCRIPTORS = 65_536
@@ -16,3 +17,13 @@ def raise_limit() -> int:
         return now if now != resource.RLIM_INFINITY else DESCRIPTORS
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     return wanted
+
+
+def open_standard() -> None:
+    """Open 0, 1 and 2 on /dev/null where this process was started without them. What it opens first would take their
+    numbers otherwise, and lines of the log would go there: to a connection."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free

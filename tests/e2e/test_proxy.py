@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -522,19 +524,61 @@ sys.exit(proxy.main(sys.argv[1:]))
 
 
 @contextmanager
-def own_process(prefill: ForeignEngine, decode: ForeignEngine, before: Callable[[], object]) -> Iterator[httpx.URL]:
+def own_process(
+    prefill: ForeignEngine, decode: ForeignEngine, before: Callable[[], object], stderr: int | None = None
+) -> Iterator[httpx.URL]:
     """The command, which waits 0.3 s for the parts of a request. before: called in the process before it begins."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = [f"--listen=127.0.0.1:{port}", f"--prefill={prefill.url}", f"--decode={decode.url}"]
-    with subprocess.Popen([sys.executable, "-c", OWN, *flags], preexec_fn=before) as process:
+    with subprocess.Popen([sys.executable, "-c", OWN, *flags], preexec_fn=before, stderr=stderr) as process:
         try:
             url = httpx.URL(f"http://127.0.0.1:{port}")
-            with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+            with httpx.Client(transport=httpx.HTTPTransport(retries=7)) as http:
                 assert http.get(url.join("/healthz")).is_success
             yield url
         finally:
             process.terminate()
+            assert process.wait(60) in (0, -signal.SIGTERM)
+
+
+def test_a_log_that_nobody_reads_holds_up_no_request(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    reading, writing = os.pipe()
+    try:
+        with own_process(prefill, decode, lambda: None, stderr=writing) as url:
+            os.set_blocking(writing, False)
+            with suppress(BlockingIOError):
+                while True:
+                    os.write(writing, bytes(1 << 12))
+            os.set_blocking(writing, True)  # for the proxy, whose pipe it is as well
+            with httpx.Client(base_url=url, timeout=20) as client:
+                for number in range(5):
+                    decode.statuses = [200, 400][number % 2 :][:1]
+                    assert client.post("/v1/completions", json=PROMPT).status_code == [200, 400][number % 2]
+                assert client.post("/v1/completions", content=b"{").status_code == 400
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_proxy_without_standard_descriptors_writes_its_log_to_no_connection(
+    closed: str, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = f"--listen=127.0.0.1:{port} --prefill={prefill.url} --decode={decode.url}"
+    command = f'exec "$0" -m kvferry.proxy {flags} {closed}'
+    with subprocess.Popen(["sh", "-c", command, sys.executable]) as process:
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(retries=7), base_url=f"http://127.0.0.1:{port}") as client:
+                assert client.get("/healthz").is_success
+                answer = client.post("/v1/completions", json=PROMPT | {"stream": True})
+            assert answer.content == b"".join(STREAM)
+            assert os.readlink(f"/proc/{process.pid}/fd/2") == os.devnull
+        finally:
+            process.terminate()
+            assert process.wait(60) in (0, -signal.SIGTERM)
 
 
 def test_many_streams_at_one_time_do_not_run_out_of_file_handles(prefill: ForeignEngine, decode: ForeignEngine) -> None:

@@ -11,16 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from fleet import TIMEOUT_S
+from fleet import TIMEOUT_S, Daemons
 from ranks import Shape, start_rank
 
-from kvferryd.observe.foreign import as_json
+from kvferry.output import as_json
+from kvferryd.demo import fleet
 
 SAYS = """
 import ctypes, os, sys
 from kvferryd.observe import logs
 from kvferryd.config import Config
-from kvferryd.observe.foreign import wrap
+from kvferry.output import wrap
 logs.configure(Config(log_format="json"), wrap())
 libc = ctypes.CDLL(None)
 logs.get("kvferryd.x").info("ours", number=1)
@@ -52,6 +53,25 @@ def said(script: str) -> tuple[int, list[dict[str, str]]]:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == ""
     return done.returncode, [json.loads(line) for line in done.stderr.splitlines()]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("log_format", ["json", "text"])
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "<&-", "2>&-"])
+async def test_a_daemon_without_standard_descriptors_serves(
+    log_format: str, closed: str, daemons: Daemons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some supervisors start it. What it opens takes no number below 3: its log would go there."""
+
+    def without(arguments: list[str]) -> list[str]:
+        return ["sh", "-c", f'exec "$0" -m kvferryd "$@" {closed}', sys.executable, *arguments]
+
+    monkeypatch.setattr(fleet, "_kvferry", without)
+    (daemon,) = await daemons.start(f"closed-{log_format}-{len(closed)}", 1, "--log-format", log_format)
+    held = [os.readlink(f"/proc/{daemon.process.pid}/fd/{number}") for number in range(3)]
+    assert not [each for each in held if each.startswith(("socket:", "anon_inode:"))]
+    daemon.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize("end", ENDS)

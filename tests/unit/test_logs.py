@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import structlog
 
+from kvferry.output import WAITING
 from kvferryd.config import Config
 from kvferryd.observe import logs
-from kvferryd.observe.foreign import WAITING
 
 TIMEOUT_S = 60.0
 

@@ -14,9 +14,10 @@ from itertools import chain
 
 import uvicorn
 
-from kvferry.descriptors import raise_limit
+from kvferry.descriptors import open_standard, raise_limit
 from kvferry.listening import EVERYWHERE, HeaderInTime, everywhere
 from kvferry.proxy.app import build_app
+from kvferry.proxy.log import Handler
 from kvferry.proxy.options import Endpoint, Options, parse
 
 __all__ = ["Endpoint", "Options", "build_app", "main", "parse"]
@@ -28,8 +29,9 @@ GRACEFUL_S = 20
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status; argparse exits with 2 on wrong flags."""
-    options = parse(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    open_standard()
+    options, lines = parse(argv), Handler()
+    logging.basicConfig(level=logging.INFO, handlers=[lines])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     prefills, decodes = (", ".join(each.url for each in engines) for engines in (options.prefill, options.decode))
     logging.getLogger("kvferry.proxy").info(
@@ -40,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = "%d file handles are fewer than %d connections to engines, and as many to clients, may need: ulimit -n"
         logging.getLogger("kvferry.proxy").warning(what, handles, options.max_connections)
     config = uvicorn.Config(
-        build_app(options), http=HeaderInTime, host=options.host, port=options.port, log_level="warning", lifespan="on",
+        build_app(options), http=HeaderInTime, host=options.host, port=options.port, lifespan="on",
+        log_config=None, log_level="warning", access_log=False,
         timeout_graceful_shutdown=GRACEFUL_S, timeout_keep_alive=round(options.keep_alive_s),
     )  # fmt: skip
     try:
@@ -49,15 +52,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger("kvferry.proxy").error("cannot listen on port %d: %s", options.port, error.strerror)
         return 1
     with contextlib.suppress(KeyboardInterrupt):
-        _Server(config).run(sockets)
+        _Server(config, lines).run(sockets)
     return 0
 
 
 class _Server(uvicorn.Server):
-    """On every address that its host's name has. The kernel ends connections on which nothing is read."""
+    """On every address that its host's name has. The kernel ends connections on which nothing is read.
+
+    lines: flushed at the end: uvicorn raises the signal that ended it once more, and nothing runs behind that.
+    """
+
+    def __init__(self, config: uvicorn.Config, lines: Handler) -> None:
+        super().__init__(config)
+        self._lines = lines
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         listeners = chain.from_iterable(server.sockets for server in self.servers) if self.started else ()
         for listener in listeners:  # connections inherit it
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._lines.flush()

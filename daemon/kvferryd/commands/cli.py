@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry import __version__
+from kvferry.descriptors import open_standard
 from kvferry.errors import KvferryError, Malformed, Unavailable
 
 OK, FAILED = 0, 2
@@ -58,6 +59,7 @@ FORWARDED = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 not (yet) so, 2 an error, told on stderr."""
+    open_standard()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(arguments)
@@ -296,7 +298,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kvferryd.process import serve
 
     if config.log_format == "json":
-        from kvferryd.observe.foreign import wrap  # before anything else can write
+        from kvferry.output import wrap  # before anything else can write
 
         logs.configure(config, wrap())
     else:

@@ -19,8 +19,8 @@ from typing import Any, Protocol, cast
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, ProcessorReturnValue, WrappedLogger
 
+from kvferry.output import LOST, Writer
 from kvferryd.config import Config
-from kvferryd.observe.foreign import LOST, Writer
 
 MOST = 1000
 """Lines of one event in a second."""

@@ -20,9 +20,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from kvferry.output import LOST, Writer, event
 from kvferry.protocol import keeper
 from kvferry.protocol import keeper_events as e
-from kvferryd.observe.foreign import LOST, Writer, event
 from kvferryd.process.held import Held
 
 LOADED, SERVING = "loaded", "serving"

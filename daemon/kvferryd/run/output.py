@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable
 
-from kvferryd.observe.foreign import LONGEST, LOST, Writer, as_json, event
+from kvferry.output import LONGEST, LOST, Writer, as_json, event
 
 
 class Output:

@@ -1,4 +1,5 @@
-"""Output of this process that is not ours (NIXL, UCX, the interpreter as it dies), as JSON lines.
+"""Lines that nobody has to wait for (`Writer`), and output of this process that is not ours (NIXL, UCX, the interpreter
+as it dies), as JSON lines.
 
 Libraries in C write to the descriptors 1 and 2. So these are a pipe, which a small process reads to its end: it lives
 when this one has crashed, and what was said last comes out. Our own lines go past it, straight to where they should.
