@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+
+from kvferry.errors import Full
 
 DESCRIPTORS = 65_536
 """The limit is raised to so many. The usual 1,024 are for programs that use select()."""
@@ -19,9 +22,19 @@ def raise_limit() -> int:
     return wanted
 
 
+def shortage(error: BaseException) -> Full | None:
+    """The error for a lack of file handles, with this process's limit; None for every other exception."""
+    if not isinstance(error, OSError) or error.errno != errno.EMFILE:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    why = "this process may have no more files open"
+    remedy = "raise the limit: ulimit -n, LimitNOFILE= of a unit, ulimits of a container"
+    return Full("out_of_descriptors", why, field="RLIMIT_NOFILE", value=limit, remedy=remedy)
+
+
 def open_standard() -> None:
-    """Open 0, 1 and 2 on /dev/null where this process was started without them. What it opens first would take their
-    numbers otherwise, and lines of the log would go there: to a connection."""
+    """Open 0, 1 and 2 on /dev/null where this process was started without them. Their numbers would go to what it opens
+    first otherwise, and lines of the log there: to a connection."""
     for number in range(3):
         try:
             os.fstat(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import stat
@@ -59,6 +60,28 @@ async def files_are_closed(victim: Victim, before: int, timeout_s: float = HELD_
 def adopt(victim: Victim, ticket: str, session: str = "", nbytes: int = 4096):
     memory = engine_pb2.Memory(region=9, nbytes=nbytes, handed=engine_pb2.HandedFile(ticket=ticket))
     return victim.engine_door.Adopt(engine_pb2.AdoptRequest(session=session or own(victim), memory=memory))
+
+
+@pytest.mark.parametrize("what", ["memory", "fences"])
+async def test_a_daemon_without_a_descriptor_names_its_limit(what: str, victim: Victim) -> None:
+    """The file has come; to map it takes another descriptor."""
+    pid = victim.daemon.process.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    async with await EngineClient.connect(door(victim), engine_id="short", epoch=os.urandom(8).hex()) as client:
+        session = client._session.id
+        with File(sealed_file("k", 4096)) as file:
+            ticket = await given(victim, [file.fileno()], session)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            if what == "memory":
+                error = await refusal(adopt(victim, ticket, session))
+            else:
+                request = engine_pb2.OpenFencesRequest(session=session, ticket=ticket)
+                error = await refusal(victim.engine_door.OpenFences(request))
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert (error.code, error.field, error.value) == ("out_of_descriptors", "RLIMIT_NOFILE", "3")
+    assert "LimitNOFILE" in error.remedy
 
 
 async def test_the_socket_is_for_its_own_user_only(victim: Victim) -> None:

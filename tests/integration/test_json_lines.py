@@ -61,7 +61,7 @@ def said(script: str) -> tuple[int, list[dict[str, str]]]:
 async def test_a_daemon_without_standard_descriptors_serves(
     log_format: str, closed: str, daemons: Daemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As some supervisors start it. What it opens takes no number below 3: its log would go there."""
+    """As some supervisors start it. Nothing that it opens has a number below 3: its log would go there."""
 
     def without(arguments: list[str]) -> list[str]:
         return ["sh", "-c", f'exec "$0" -m kvferryd "$@" {closed}', sys.executable, *arguments]

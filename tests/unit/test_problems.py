@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import resource
+
 import grpc
 import pytest
 
 from kvferry.errors import CLASSES, Kind
+from kvferry.file import File
 from kvferry.manifest import ManifestError
 from kvferry.wire import problem_from_proto, problem_to_proto
+from kvferryd.api.answer import told
 from kvferryd.api.rest.problems import problem
 
 STATUSES = {
@@ -34,3 +39,17 @@ def test_what_says_no_kind_is_a_fault() -> None:
     message = problem_to_proto(CLASSES[Kind.FULL]("full", ""))
     message.kind = 0  # type: ignore[assignment]
     assert problem_from_proto(message).kind is Kind.INTERNAL
+
+
+def test_a_call_that_lacks_a_file_handle_names_the_limit_wherever_it_came() -> None:
+    """Memory of a keeper that is adopted again, for example."""
+    with File(os.open(os.devnull, os.O_RDONLY)) as file:
+        limit, limits = file.fileno(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+        try:
+            with pytest.raises(OSError, match="open files") as lacking:
+                File.copies([file.fileno()])
+            error = told(lacking.value, "Adopt")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (error.code, error.value, error.kind) == ("out_of_descriptors", str(limit), Kind.FULL)

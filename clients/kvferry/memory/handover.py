@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import DecodeError, Message
 
+from kvferry.descriptors import shortage
 from kvferry.errors import Full, KvferryError, Unavailable
 from kvferry.file import File
 from kvferry.process import Process
@@ -137,15 +138,15 @@ def sealed_file(name: str, nbytes: int) -> int:
 def map_sealed(file: int, nbytes: int, offset: int = 0, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
     """These bytes of a file, from the page on in which they begin. The caller may close the descriptor.
 
-    Raises KvferryError (`region_unavailable`), also unless the file can never have fewer bytes: its owner could end
-    with SIGBUS whoever has it mapped.
+    Raises KvferryError: `out_of_descriptors`; `region_unavailable`, also unless the file can never have fewer bytes:
+    its owner could end with SIGBUS whoever has it mapped.
     """
     _check_sealed(file, offset + nbytes)
     page = offset - offset % mmap.PAGESIZE
     try:
         return mmap.mmap(file, offset - page + nbytes, prot=prot, offset=page)
     except (OSError, ValueError, OverflowError) as error:
-        raise unavailable(str(error)) from None
+        raise shortage(error) or unavailable(str(error)) from None
 
 
 def unavailable(why: str, path: str = "") -> KvferryError:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.descriptors import shortage
 from kvferry.errors import KvferryError, Malformed
 from kvferry.file import File
 from kvferry.memory import cuda
@@ -106,13 +107,14 @@ def open_file_region(path: str, nbytes: int, region: int = 0, offset: int = 0) -
 def open_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> SharedRegion:
     """Map `nbytes` bytes at `offset` of a file that nobody can make smaller, readable and writable.
 
-    The caller may close the descriptor: the region has its own. Raises KvferryError (`region_unavailable`).
+    The caller may close the descriptor: the region has its own. Raises KvferryError (`region_unavailable`,
+    `out_of_descriptors`).
     """
     mapped = map_sealed(file, nbytes, offset)
     try:
         return SharedRegion(region, "host", nbytes, offset, mapped, *File.copies([file]))
     except OSError as error:
-        raise unavailable(str(error)) from None
+        raise shortage(error) or unavailable(str(error)) from None
 
 
 @dataclass(slots=True, eq=False)

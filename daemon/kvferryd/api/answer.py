@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
+from kvferry.descriptors import shortage
 from kvferry.errors import Conflict, Internal, KvferryError, Malformed
 from kvferry.rpc import PROBLEM_KEY, PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.wire import problem_to_proto
@@ -47,12 +48,15 @@ async def _refuse(service: Any, context: Context, error: BaseException, method: 
 
 
 def told(error: BaseException, call: str) -> KvferryError:
-    """The KvferryError to send for any exception. Unknown ones become `internal`, and the daemon lives on."""
+    """The KvferryError to send for any exception. Unknown ones become `internal`, and the daemon lives on;
+    a lack of file handles is known wherever it comes (`out_of_descriptors`)."""
     if isinstance(error, KvferryError):
         return error
     if isinstance(error, DecodeError):
         why, remedy = f"what came is no message of {call}", "send what proto/kvferry/v1 says"
         return Malformed("malformed_message", why, remedy=remedy)
+    if lacks := shortage(error):
+        return lacks
     log.error("a call broke", call=call, exc_info=error)
     return Internal("internal", "the daemon failed; its log says how")
 

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.asgi import replayed
+from kvferry.descriptors import shortage
 from kvferry.errors import Forbidden, Internal, KvferryError, Malformed, Unauthorized
 from kvferryd.api.rest import page
 from kvferryd.api.rest.problems import problem
@@ -82,12 +83,12 @@ class Gate:
                 await problem(fault, {"connection": "close"})(scope, receive, refusing)
             except ClientDisconnect:
                 pass  # before its request had arrived
-            except Exception:
+            except Exception as fault:
                 log.exception("request failed", method=scope["method"], path=scope["path"])
                 if status:
                     raise  # too late for an answer: let the server cut the connection
-                unexpected = Internal("internal", "the daemon failed", remedy=f"its log has the reason, under {name}")
-                await problem(unexpected)(scope, receive, named)
+                failed = Internal("internal", "the daemon failed", remedy=f"its log has the reason, under {name}")
+                await problem(shortage(fault) or failed)(scope, receive, named)
             finally:
                 took_s = time.perf_counter() - started
                 if route := getattr(scope.get("route"), "path", ""):  # the template: ids are no labels
