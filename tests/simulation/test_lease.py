@@ -15,11 +15,12 @@ from by_events import LONG_S, READER, ByEvents, Speaker, rank_of
 from kvferry.errors import Conflict, KvferryError
 from kvferry.protocol import events as e
 from kvferry.protocol import readers as readers_module
+from kvferry.protocol import source as source_module
 from kvferry.protocol.lease import MAX_FENCED, REMEMBERED
 from kvferry.protocol.leases import TOMBSTONES
 from kvferry.protocol.readers import MAX_READERS
 from kvferry.protocol.states import LeaseState
-from kvferry.protocol.values import ReaderId
+from kvferry.protocol.values import ReaderId, Reading
 from kvferry.tables import BlockTable
 
 
@@ -72,6 +73,40 @@ def test_a_reader_opens_once_at_a_time(source: ByEvents) -> None:
     other.opens()
     assert other.refused().code == "already_reading"
     assert source.account().open == 1
+
+
+def test_a_reading_has_a_number_of_its_own(source: ByEvents) -> None:
+    source.publish()
+    reader = source.reader()
+    reading = reader.opens()
+    with pytest.raises(KvferryError) as refusal:
+        source.on(e.Ask(Reading(reader.stream, reading), "r"))
+    assert refusal.value.code == "malformed_read"
+    assert reader.sees(reading)[0] == 1, "the one that was open is not read any more"
+
+
+def test_readings_of_a_stream_are_bounded(source: ByEvents, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "READINGS", 2)
+    source = ByEvents(limit=1)
+    reader = source.reader()
+    reading = reader.opens("a"), reader.opens("b")
+    with pytest.raises(KvferryError) as refusal:
+        reader.opens("c")
+    assert refusal.value.code == "malformed_read"
+    reader.closes(reading[0])
+    reader.opens("c")
+
+
+def test_an_account_says_how_long_a_lease_is_there_and_will_be(source: ByEvents) -> None:
+    source.wait(1)
+    source.publish()
+    source.wait(10)
+    assert (source.account().age_s, source.account().expires_in_s) == (10, LONG_S - 10)
+    source.reader().opens()
+    assert source.account().expires_in_s is None
+    source.wait(5)
+    source.revoke()
+    assert (source.account().age_s, source.account().expires_in_s) == (15, None)
 
 
 def test_bytes_are_counted_by_what_readers_say(source: ByEvents) -> None:

@@ -55,6 +55,17 @@ def test_an_engine_has_so_many_addresses_however_many_orders_name() -> None:
     assert peers.sizes()["addresses"] == 1 + NAMES
 
 
+def test_an_address_that_fails_is_tried_again_later_each_time_and_within_a_minute() -> None:
+    wanted, now = Wanted(), 0.0
+    wanted.want(("a",))
+    assert wanted.next(now) == ["a"]
+    for pause in (1, 2, 4, 8, 16, 32, 60, 60):
+        wanted.failed("a", PeerFailed("peer_unreachable", "a test"), now)
+        assert not wanted.next(now + pause - 0.5)
+        now += pause
+        assert wanted.next(now) == ["a"]
+
+
 def test_who_joins_a_handshake_that_fails_goes_by_that_unless_an_order_joined_what_none_had_begun() -> None:
     peers = Peers("own", 10.0)
     (shake,) = peers.on(pe.Get(1, "p", "h", ordered=False), 0.0)
