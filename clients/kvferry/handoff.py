@@ -148,18 +148,6 @@ class Remembered(OrderedDict[str, V]):
             self.popitem(last=False)
 
 
-class Counted:
-    """How often something has come, by name."""
-
-    def __init__(self) -> None:
-        self._came: Remembered[int] = Remembered()
-
-    def next(self, name: str) -> int:
-        """1 the first time. The oldest names are forgotten."""
-        number = self._came[name] = self._came.get(name, 0) + 1
-        return number
-
-
 def answer(
     *, engine_id: str, epoch: str, address: str, request_id: str, lease: int, block_ids: Sequence[Sequence[int]],
     num_tokens: int, tp: int, second_turn: bool, room: int = 0, first_token: int | None = None,

@@ -22,10 +22,11 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.common import kv_to_page_indices
 from sglang.srt.plugins import load_plugins
 
-from kvferry.handoff import Counted, Remembered
+from kvferry.handoff import Remembered
 from kvferry.schemas import SourceBody
 from kvferry.sglang import BACKEND
 from kvferry.sglang.manager import Manager
+from kvferry.sglang.prompt import NUMBER
 from kvferry.weights import Adapters
 
 SOURCE = SourceBody(engine_id="p", address="127.0.0.1:9")
@@ -105,7 +106,7 @@ class Engine(SchedulerDisaggregationDecodeMixin):
 
     def _queue(self) -> Any:
         manager: Any = object.__new__(Manager)
-        manager.attempts, manager.prefill_info_table, manager.timeout_s = Counted(), Remembered(), 1.0
+        manager.prefill_info_table, manager.timeout_s = Remembered(), 1.0
         manager.kv_args = SimpleNamespace(aux_data_ptrs=[], aux_item_lens=[])
         manager.rank = SimpleNamespace(
             daemon=SimpleNamespace(receive=self._receive), idle=SimpleNamespace(wake_after=lambda end: None),
@@ -141,7 +142,7 @@ class Engine(SchedulerDisaggregationDecodeMixin):
         elif self.allocator.available_size() == SLOTS:
             req = SimpleNamespace(
                 bootstrap_host="p", bootstrap_port=1, bootstrap_room=ROOM, rid="r", origin_input_ids=list(range(SLOTS)),
-                lora_id=None, input_embeds=None,
+                lora_id=None, input_embeds=None, sampling_params=SimpleNamespace(custom_params={NUMBER: 1}),
             )  # fmt: skip
             queue = self.disagg_decode_prealloc_queue
             self._receiver = queue._create_receiver_and_enqueue(req).kv_receiver

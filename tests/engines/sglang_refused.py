@@ -23,7 +23,6 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from small_engine import BLOCK, attached
 
-from kvferry.handoff import Counted
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.prompt import Prompt
 from kvferry.sglang.receiver import Receiver
@@ -41,7 +40,7 @@ def main() -> None:
     idle, options = SimpleNamespace(wake_after=lambda end: None), SimpleNamespace(lease_ttl_s=60.0)
     nbytes = 8 if stop else len(METADATA)
     manager = SimpleNamespace(
-        senders=WeakValueDictionary(), leases=Counted(), kv_args=SimpleNamespace(page_size=BLOCK),
+        senders=WeakValueDictionary(), kv_args=SimpleNamespace(page_size=BLOCK),
         aux_rows=lambda index: [(ctypes.addressof(METADATA), nbytes)],
         rank=SimpleNamespace(
             daemon=client, written=lambda: None, options=options, idle=idle, cached_since=1,
@@ -49,7 +48,7 @@ def main() -> None:
         ),
     )  # fmt: skip
     request = Sender(manager, "address", 7)
-    request._prompt = Prompt(50, b"digest")
+    request._prompt, request._number = Prompt(50, b"digest"), 1
     request.init(4)
     for pages in ([1, 2],) if stop else ([1, 2], [3, 4]):
         request.send(np.array(pages, np.int32))

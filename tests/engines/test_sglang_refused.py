@@ -34,11 +34,10 @@ def test_an_engine_ends_rather_than_take_back_pages_that_a_reader_may_be_in(meth
     assert "room-7" in told["why"]
 
 
-def test_what_becomes_of_a_request_on_one_rank_changes_no_number_of_later_ones() -> None:
-    """Both ranks give a room's attempts the same numbers, though one of them has given up the first before it asked its
-    daemon."""
+def test_the_first_rank_numbers_requests_for_all_ranks() -> None:
+    """Whatever becomes of one of them on a rank, and whatever a client has said."""
     first, second = _said_by("sglang_numbers.py")
-    assert (first, second) == ([1, 1, 2], [1, 2])
+    assert (first, second) == ([1, 2, 3], [2, 3])
 
 
 @pytest.fixture(scope="module")

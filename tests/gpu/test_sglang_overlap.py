@@ -23,11 +23,11 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from kvferry.blocking import BlockingEngineClient
-from kvferry.handoff import Counted, Remembered
+from kvferry.handoff import Remembered
 from kvferry.manifest import ManifestBuilder, ModelInfo, Shard
 from kvferry.schemas import SourceBody
 from kvferry.sglang.cache import GROUP
-from kvferry.sglang.prompt import Prompt, lease_of
+from kvferry.sglang.prompt import NUMBER, Prompt, lease_of
 from kvferry.sglang.receiver import Receiver
 from kvferry.tables import BlockTable
 from kvferry.weights import Adapters
@@ -69,14 +69,17 @@ class Pair:
     def receiver(self, *, overlap: bool) -> Receiver:
         """Its request has been prefilled and published, and is bound as the plug-in binds it."""
         room, adapters = next(ROOMS), Adapters()
-        req = SimpleNamespace(origin_input_ids=list(range(TOKENS)), lora_id=None, input_embeds=None)
+        req = SimpleNamespace(
+            origin_input_ids=list(range(TOKENS)), lora_id=None, input_embeds=None,
+            sampling_params=SimpleNamespace(custom_params={NUMBER: 1}),
+        )  # fmt: skip
         tables, digest = {GROUP: BlockTable.of(PAGES.tolist())}, Prompt.of(req, adapters).digest
         self.prefill.client.publish(lease_of(room), tables, TOKENS, digest=digest, lease=1)
         rank = SimpleNamespace(
             daemon=self.decode.client, idle=SimpleNamespace(wake_after=lambda end: None), adapters=adapters, on_gpu=True
         )
         manager = SimpleNamespace(
-            rank=rank, attempts=Counted(), prefill_info_table=Remembered(), timeout_s=WITHIN_S,
+            rank=rank, prefill_info_table=Remembered(), timeout_s=WITHIN_S,
             source=lambda address: self.source, forget=lambda address: None, aux_rows=lambda index: [],
         )  # fmt: skip
         scheduler = SimpleNamespace(enable_overlap=overlap, forward_stream=self.stream)

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.digest import prompt_digest
 from kvferry.errors import KvferryError
-from kvferry.handoff import REMEMBERED, Counted, Handoff
+from kvferry.handoff import Handoff
 
 
 def test_the_digest_is_the_documented_bytes() -> None:
@@ -49,12 +49,3 @@ def test_the_digest_is_of_the_tokens_that_are_named() -> None:
     origin = handoff.origin("r", len(tokens), lambda num_tokens: prompt_digest(tokens[:num_tokens]))
     assert origin is not None
     assert origin.digest == prompt_digest([5, 6, 7])
-
-
-def test_what_comes_is_counted_by_name_and_the_oldest_name_is_forgotten() -> None:
-    counted = Counted()
-    assert [counted.next(name) for name in ("a", "b", "a")] == [1, 1, 2]
-    for i in range(REMEMBERED - 1):
-        counted.next(f"other-{i}")
-    assert counted.next("a") == 3
-    assert counted.next("b") == 1

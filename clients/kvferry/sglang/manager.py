@@ -17,7 +17,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
 from kvferry.errors import Conflict
-from kvferry.handoff import Counted, Remembered
+from kvferry.handoff import Remembered
 from kvferry.schemas import SourceBody
 from kvferry.sglang.bootstrap import ASK_S, PATH, Prefill, Sources
 from kvferry.sglang.rank import this_rank, unsupported
@@ -52,9 +52,6 @@ class Manager(BaseKVManager):
         self.rank.register(arguments, args.kv_cache_dtype_str)
         self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
         """By room. Only this one publishes what a room names and takes it back: a client may send a room twice."""
-        self.leases, self.attempts = Counted(), Counted()
-        """Counts by a lease's name, when SGLang makes a sender or a receiver: on every rank for each request that its
-        first rank has broadcast, in that order."""
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         """How long decode waits for a request's KV."""
         self.prefill_info_table: Remembered[PrefillServerInfo] = Remembered()

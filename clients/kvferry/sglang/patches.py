@@ -112,6 +112,14 @@ def _place(create: Callable[[Any], None], pool: Any) -> None:
         create(pool)
 
 
+def _number(broadcast: Callable[..., Any], receiver: Any, recv_reqs: Any, *rest: Any, **more: Any) -> Any:
+    if recv_reqs and (rank := _rank()):  # on the first rank alone
+        from kvferry.sglang.prompt import number
+
+        number(recv_reqs, rank.numbers)
+    return broadcast(receiver, recv_reqs, *rest, **more)
+
+
 def _bind_sender(created: bool, queue: Any, req: Any, *_: object, **__: object) -> None:
     _bind(req.disagg_kv_sender if created else None, req)
 
@@ -182,11 +190,14 @@ REPLACES = (
     "update_weights_from_disk", "update_weights_from_ipc", "begin_weight_update", "update_weights_from_distributed",
     "update_weights_from_tensor", "end_weight_update", "check_weights",
 )  # fmt: skip
+BROADCASTER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     # The cache is the daemon's memory: SGLang has a hook for that on GPUs (a custom pool by name), none for the host.
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": (("self",), _place, "AROUND"),
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers": (("self",), _place, "AROUND"),
+    # An attempt and a lease have one number on all ranks: the first rank gives it, with what it broadcasts already.
+    f"{BROADCASTER}._broadcast_reqs_across_ranks": (("self", "recv_reqs"), _number, "AROUND"),
     # A sender and a receiver are not told the request, which their digest is made of.
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender": (("self", "req"), _bind_sender, "AFTER"),
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue":

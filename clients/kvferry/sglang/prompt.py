@@ -1,4 +1,5 @@
-"""A request's word about its KV: what it depends on and, where another kind of engine has prefilled, where it is.
+"""A request's word about its KV: its number, what it depends on and, where another kind of engine has prefilled, where
+it is.
 
 SGLang's requests have one place for what SGLang does not know, `custom_params` of their sampling parameters. It takes
 no object within an object, so that kv_transfer_params are there as JSON text.
@@ -7,11 +8,12 @@ no object within an object, so that kv_transfer_params are there as JSON text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput, TokenizedGenerateReqInput
 
 from kvferry.digest import prompt_digest
 from kvferry.errors import Malformed
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 HOST, PORT = "handed-over", 0
 ADDRESS = f"{HOST}:{PORT}"
 """Stands for the bootstrap address of a request that another kind of engine has prefilled."""
+NUMBER = "kvferry_number"
+"""A request's number, among its custom parameters; a client's own is replaced."""
 ROOMS = range(1, 1 << 63)
 """SGLang takes room 0 for that of a request whose rows have not come yet."""
 
@@ -47,6 +51,22 @@ class Prompt:
         """In SGLang's token ids an image, a sound or a video is there by a hash of its content. adapters: those that
         this process has loaded, by SGLang's ids of them."""
         return cls(len(req.origin_input_ids), prompt_digest(req.origin_input_ids, _extras(req, adapters)))
+
+
+def number(said: Iterable[object], numbers: Iterator[int]) -> None:
+    """Give each request a number, which is that of its attempt at decode, and of its lease at prefill. The first rank
+    does so before it broadcasts them: a request has one number on all ranks."""
+    for each in said:
+        for request in each if isinstance(each, BatchTokenizedGenerateReqInput) else (each,):
+            if isinstance(request, TokenizedGenerateReqInput):
+                params = request.sampling_params
+                params.custom_params = {**(params.custom_params or {}), NUMBER: next(numbers)}
+
+
+def number_of(req: Req) -> int:
+    """The number that the first rank has given it."""
+    given: int = req.sampling_params.custom_params[NUMBER]
+    return given
 
 
 def _extras(req: Req, adapters: Adapters) -> Iterator[str]:

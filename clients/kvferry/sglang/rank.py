@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import uuid
@@ -54,6 +55,8 @@ class Rank:
         self.cached_since = 1
         """No older step has computed what the prefix cache has."""
         self.idle = Idle()
+        self.numbers = itertools.count(1)
+        """Of requests. The first rank gives them."""
         self._region: SharedRegion | CudaRegion | None = None
         self._pool: Any = None
         self.encoding = ""

@@ -16,7 +16,7 @@ from kvferry.errors import Conflict, KvferryError
 from kvferry.handoff import Origin
 from kvferry.sglang.cache import GROUP
 from kvferry.sglang.manager import PREFILL, Manager
-from kvferry.sglang.prompt import ADDRESS, Prompt, handed_over, lease_of
+from kvferry.sglang.prompt import ADDRESS, Prompt, handed_over, lease_of, number_of
 from kvferry.sglang.sender import reason
 from kvferry.tables import BlockTable
 
@@ -58,16 +58,14 @@ class Receiver(BaseKVReceiver):
             self._fail(reason(error))
 
     def bind(self, req: Req, queue: DecodePreallocQueue) -> None:
-        """To the request whose KV is wanted, and number the attempt: on every rank in the order of the first rank's
-        broadcast, whatever becomes of a request on one of them."""
-        self._prompt, self._queue = Prompt.of(req, self.kv_mgr.rank.adapters), queue
+        """To the request whose KV is wanted, and whose number the attempt has."""
+        self._prompt, self._queue, self._attempt = Prompt.of(req, self.kv_mgr.rank.adapters), queue, number_of(req)
         if self.bootstrap_addr == ADDRESS:
             self.kv_mgr.prefill_info_table[ADDRESS] = PREFILL
             try:
                 self._origin, self._first_token = handed_over(req, self._prompt)
             except KvferryError as error:
                 self._fail(reason(error))
-        self._attempt = self.kv_mgr.attempts.next(self._origin.request_id if self._origin else self._name)
 
     def init(self, prefill_dp_rank: int) -> None:
         try:

@@ -16,7 +16,7 @@ from kvferry.errors import Conflict, KvferryError
 from kvferry.memory.fences import Fence
 from kvferry.schemas import LeaseState
 from kvferry.sglang.cache import GROUP
-from kvferry.sglang.prompt import Prompt, lease_of
+from kvferry.sglang.prompt import Prompt, lease_of, number_of
 from kvferry.tables import BlockTable
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ class Sender(BaseKVSender):
         self._name, self._number, self._aborted = "", 0, False
         try:
             self._name = lease_of(bootstrap_room)
-            self._number = mgr.leases.next(self._name)
             if mgr.senders.setdefault(bootstrap_room, self) is not self:
                 why, remedy = f"room {bootstrap_room} is that of another request", "give each request a room of its own"
                 raise Conflict("room_taken", why, field="bootstrap_room", value=bootstrap_room, remedy=remedy)
@@ -67,8 +66,8 @@ class Sender(BaseKVSender):
             self._fail(reason(error))
 
     def bind(self, req: Req) -> None:
-        """To the request whose prompt's KV this is."""
-        self._prompt = Prompt.of(req, self.kv_mgr.rank.adapters)
+        """To the request whose prompt's KV this is, and whose number its lease has."""
+        self._prompt, self._number = Prompt.of(req, self.kv_mgr.rank.adapters), number_of(req)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._expected, self._aux = num_kv_indices, aux_index or 0
