@@ -11,7 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -525,12 +526,16 @@ sys.exit(proxy.main(sys.argv[1:]))
 
 @contextmanager
 def own_process(
-    prefill: ForeignEngine, decode: ForeignEngine, before: Callable[[], object], stderr: int | None = None
+    prefill: ForeignEngine,
+    decode: ForeignEngine,
+    before: Callable[[], object] = lambda: None,
+    stderr: int | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[httpx.URL]:
     """The command, which waits 0.3 s for the parts of a request. before: called in the process before it begins."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    flags = [f"--listen=127.0.0.1:{port}", f"--prefill={prefill.url}", f"--decode={decode.url}"]
+    flags = [f"--listen=127.0.0.1:{port}", f"--prefill={prefill.url}", f"--decode={decode.url}", *flags]
     with subprocess.Popen([sys.executable, "-c", OWN, *flags], preexec_fn=before, stderr=stderr) as process:
         try:
             url = httpx.URL(f"http://127.0.0.1:{port}")
@@ -539,13 +544,31 @@ def own_process(
             yield url
         finally:
             process.terminate()
-            assert process.wait(60) in (0, -signal.SIGTERM)
+            try:
+                status = process.wait(60)
+            finally:
+                process.kill()
+            assert status in (0, -signal.SIGTERM)
+
+
+def test_an_idle_connection_is_kept_as_long_as_is_set(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    """And no longer; the time for a header, 0.3 s here, does not count after the first."""
+    with (
+        own_process(prefill, decode, flags=["--keep-alive=2"]) as url,
+        socket.create_connection((url.host, url.port)) as client,
+    ):
+        client.settimeout(30)
+        began = time.monotonic()
+        client.sendall(b"HEAD /healthz HTTP/1.1\r\nhost: h\r\n\r\n")
+        assert client.recv(1 << 16)
+        assert client.recv(1 << 16) == b""
+        assert time.monotonic() - began >= 2
 
 
 def test_a_log_that_nobody_reads_holds_up_no_request(prefill: ForeignEngine, decode: ForeignEngine) -> None:
     reading, writing = os.pipe()
     try:
-        with own_process(prefill, decode, lambda: None, stderr=writing) as url:
+        with own_process(prefill, decode, stderr=writing) as url:
             os.set_blocking(writing, False)
             with suppress(BlockingIOError):
                 while True:
@@ -622,7 +645,7 @@ def test_many_streams_at_one_time_do_not_run_out_of_file_handles(prefill: Foreig
 def test_a_client_that_does_not_send_its_request_is_let_go(
     sent: bytes, answer: bytes, prefill: ForeignEngine, decode: ForeignEngine
 ) -> None:
-    with own_process(prefill, decode, lambda: None) as url, socket.create_connection((url.host, url.port)) as client:
+    with own_process(prefill, decode) as url, socket.create_connection((url.host, url.port)) as client:
         client.settimeout(30)
         client.sendall(sent)
         said = b""

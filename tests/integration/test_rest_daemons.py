@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -44,6 +46,17 @@ def started(fleet: Fleet, name: str, *flags: str) -> DaemonService:
     daemon = fleet.daemon(f"{name}-{uuid4().hex[:6]}", flags=flags)
     asyncio.run(fleet.ready(daemon, timeout_s=60))
     return daemon
+
+
+def test_an_idle_connection_is_kept_as_long_as_is_set(fleet: Fleet) -> None:
+    url = httpx.URL(started(fleet, "idle", "--keep-alive-s", "2").url)
+    with socket.create_connection((url.host, url.port)) as client:
+        client.settimeout(60)
+        began = time.monotonic()
+        client.sendall(b"HEAD /healthz HTTP/1.1\r\nhost: h\r\n\r\n")
+        assert client.recv(1 << 16)
+        assert client.recv(1 << 16) == b""
+        assert 2 <= time.monotonic() - began < 20, "30 s is what it is otherwise"
 
 
 @pytest.fixture(scope="module")
