@@ -140,7 +140,7 @@ def test_an_order_moves_the_tokens_and_everything_tells_of_it(
             assert "full (16 x 4 tokens)" in capsys.readouterr().out
             assert await kvferry("transfers", "--daemon", decode.url, "--request-id", "r/1") == 0
             line = capsys.readouterr().out.splitlines()[1]
-            assert line.split()[:5] == ["done", "r/1", "prefill", "decode", "direct"]
+            assert line.split()[:7] == ["done", "r/1", "1", "1", "prefill", "decode", "direct"]
             assert await kvferry("transfers", "--daemon", decode.url, "--json") == 0
             assert json.loads(capsys.readouterr().out)["transfers"][0]["transfer_id"] == transfer_id
 
