@@ -35,7 +35,7 @@ def test_an_engine_ends_rather_than_take_back_pages_that_a_reader_may_be_in(meth
 
 
 def test_the_first_rank_numbers_requests_for_all_ranks() -> None:
-    """Whatever becomes of one of them on a rank, and whatever a client has said."""
+    """The number stays, whatever becomes of a request on one rank; a client's own is replaced."""
     first, second = _said_by("sglang_numbers.py")
     assert (first, second) == ([1, 2, 3], [2, 3])
 

@@ -85,9 +85,11 @@ async def test_both_sides_of_a_request_are_below_the_routers_span_and_a_failure_
     assert reading.parent_span_id == transfer.span_id
     assert transfer.start_time_unix_nano <= reading.start_time_unix_nano <= reading.end_time_unix_nano
     assert reading.end_time_unix_nano <= transfer.end_time_unix_nano
-    about = {each.key: each.value for each in transfer.attributes}
+    about, of_lease = ({each.key: each.value for each in span.attributes} for span in (transfer, told["kvferry.lease"]))
     assert about["kvferry.request_id"].string_value == request_id
     assert about["kvferry.source"].string_value == "span-prefill"
+    assert about["kvferry.attempt"].int_value == 1
+    assert about["kvferry.lease"].int_value == of_lease["kvferry.lease"].int_value == 1
 
     (outcome,) = await decode.outcomes(f"{request_id}-late", decode.take(1), deadline_s=0.05)
     assert isinstance(outcome, TransferFailed)

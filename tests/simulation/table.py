@@ -38,7 +38,7 @@ from kvferry.protocol.source import Source
 from kvferry.protocol.transfer import Progress
 
 Pair = tuple[str, str, str]
-"""What an event is about, its state, and the event's kind."""
+"""The thing that an event is about, its state, and the event's kind."""
 UNBEGUN = "not begun"
 """In this state a machine waits for one event, and no other comes."""
 TRIES = 3
@@ -173,7 +173,7 @@ class Row:
     hold."""
 
     def must_raise(self, state: str, kind: type) -> bool:
-        """Where no run brings them together."""
+        """The pair is impossible, unless a run brings it about."""
         return (kind in self.answers and state not in self.failed) or state == UNBEGUN
 
     @property

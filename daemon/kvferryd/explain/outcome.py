@@ -27,7 +27,7 @@ async def explain_transfer(arguments: argparse.Namespace) -> int:
                 value=wanted,
                 remedy="kvferry transfers lists what it knows; the reader's daemon has the record",
             )
-        record = max(found, key=lambda record: record.created_at)
+        record = found[-1]  # the daemon lists the oldest first
         source = record.source.engine_id if record.source else ""
         why_not = _why_not([peer for peer in await daemon.peers() if peer.engine_id == source])
     if arguments.json:

@@ -65,7 +65,10 @@ class Spans:
         self._add("kvferry.transfer", request_id, trace, began, total_ms, about, phases, error)
 
     def lease(self, engine_id: str, ended: Account) -> None:
-        about = {"engine_id": engine_id, "state": ended.state.value, "tokens": ended.num_tokens}
+        state, tokens = ended.state.value, ended.num_tokens
+        about: dict[str, AttributeValue] = {
+            "engine_id": engine_id, "lease": ended.number, "state": state, "tokens": tokens,
+        }  # fmt: skip
         took_ms, trace = 1e3 * ended.age_s, logs.Trace(*ended.trace)
         self._add("kvferry.lease", ended.request_id, trace, ended.created_at, took_ms, about, {}, "")
 

@@ -61,7 +61,7 @@ class Segments:
 
     @property
     def tokens(self) -> int:
-        """Of all of them."""
+        """The tokens of all of them."""
         return sum(length * times for length, times in self.counted)
 
     @property

@@ -263,8 +263,10 @@ class Transfers(Book):
         source = transfer.order.engine_id if transfer.order else ""
         self._metrics.transfer_ended(share, source)
         if self._spans is not None:
-            about = {"transfer_id": transfer.transfer_id, "engine_id": transfer.own.engine_id, "source": source}
-            self._spans.transfer(share, transfer.request_id, transfer.created_at, transfer.trace, **about)
+            self._spans.transfer(
+                share, transfer.request_id, transfer.created_at, transfer.trace, transfer_id=transfer.transfer_id,
+                engine_id=transfer.own.engine_id, source=source, attempt=transfer.attempt.number, lease=transfer.lease,
+            )  # fmt: skip
         said = {name: value for name, value in vars(share).items() if name != "error"}
         write = log.info if transfer.problem is None else log.warning
         write(
