@@ -21,7 +21,7 @@ from kvferryd.plan.axes import Ints, offsets
 from kvferryd.plan.left import NOTHING, Left
 from kvferryd.plan.plan import Copy, Meeting, Plan
 from kvferryd.plan.rows import Pattern, coalesce
-from kvferryd.plan.segments import EVERY, ByLength, Segments, Steps, by_length, global_token, local_tokens, shared
+from kvferryd.plan.segments import EVERY, ByLength, Segments, Steps, global_token, local_tokens, shared
 
 EXACT_RUNS = 16_384
 """Up to this many runs, those of different rows are joined too (a sort, 1 ms); beyond, only a few could still join, and
@@ -175,12 +175,12 @@ def _cut(meeting: Meeting, tokens: tuple[int, int], first_tokens: tuple[int, int
     dropped = meeting.dropped(tokens, first_tokens[0])
     spans, pieces = [], []
     for each in shared(meeting.strands(tokens), meeting.own_shard, tokens, first_tokens[1], dropped):
-        starts, own_starts, count = each.cut(first_tokens, meeting.grains)
+        starts, own_starts, lengths = each.cut(first_tokens, meeting.grains)
         index, slots = np.divmod(starts, meeting.source_block)
         own_index, own_slots = np.divmod(own_starts, meeting.own_block)
         slots, own_slots = offsets(slots, meeting.source_slot), offsets(own_slots, meeting.own_slot)
         spans.append(each.source_span)
-        pieces.append(_Piece(each.steps, index, slots, own_index, own_slots, by_length(count)))
+        pieces.append(_Piece(each.steps, index, slots, own_index, own_slots, lengths))
     return _Cut((min(first for first, _ in spans), max(stop for _, stop in spans)) if spans else None, pieces)
 
 

@@ -67,9 +67,10 @@ class Segments:
     @property
     def counted(self) -> list[tuple[int, int]]:
         """(length, how many segments have it), ascending."""
-        if len(self.lengths) == 1:
-            return [(self.lengths[0][0], len(self))]
-        return [(length, len(chosen)) for length, chosen in self.lengths]
+        every = range(len(self))
+        return [
+            (length, len(every[chosen] if isinstance(chosen, slice) else chosen)) for length, chosen in self.lengths
+        ]
 
 
 class Side(NamedTuple):
@@ -131,14 +132,15 @@ class Strands(NamedTuple):
         nth = np.arange(len(strand)) - (count.cumsum() - count)[strand]
         return self.own.of(strand).local(self.first[strand] + nth)
 
-    def cut(self, first_tokens: tuple[int, int], grains: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
-        """The segments: the local token of either side where each begins, counted from its table's first; its tokens.
+    def cut(self, first_tokens: tuple[int, int], grains: tuple[int, int]) -> tuple[Ints, Ints, ByLength]:
+        """The segments: the local token of either side where each begins, counted from its table's first; their tokens.
 
         grains: a side's tokens that lie regularly, from its table's first token on.
         """
         sides = self.source.counted_from(first_tokens[0]), self.own.counted_from(first_tokens[1])
-        if len(self.first) == 1 and (tokens := self._regular(sides, grains)) is not None:
-            return sides[0].local(tokens), sides[1].local(tokens), _lengths(tokens, self.stop)
+        if len(self.first) == 1 and (regular := self._regular(sides, grains)) is not None:
+            tokens, lengths = regular
+            return sides[0].local(tokens), sides[1].local(tokens), lengths
         ends = (self.stop - self.first).cumsum()
         shift = ends - self.stop  # from a strand's tokens to a count over those of all strands
         edges = (self._edges(side, grain, shift) for side, grain in zip(sides, grains, strict=True))
@@ -148,11 +150,12 @@ class Strands(NamedTuple):
             starts = distinct(np.concatenate([starts, inside]))
             strand = np.searchsorted(ends, starts, side="right")
         tokens = starts - shift[strand]
-        return sides[0].of(strand).local(tokens), sides[1].of(strand).local(tokens), _lengths(starts, ends)
+        lengths = _by_length(_lengths(starts, ends))
+        return sides[0].of(strand).local(tokens), sides[1].of(strand).local(tokens), lengths
 
-    def _regular(self, sides: tuple[Side, Side], grains: tuple[int, int]) -> Ints | None:
-        """The first token of each segment of a single strand, if one side's edges are among the other's, which lie
-        regularly; else None."""
+    def _regular(self, sides: tuple[Side, Side], grains: tuple[int, int]) -> tuple[Ints, ByLength] | None:
+        """The first token of each segment of a single strand, and their tokens, if one side's edges are among the
+        other's, which lie regularly; else None."""
         (source, own), (grain, own_grain) = sides, grains
         if source.row > 1 or grain % source.step or own_grain % own.step:
             return None
@@ -163,8 +166,8 @@ class Strands(NamedTuple):
         if longer % length or (other - edge) % length:
             return None
         starts = np.arange(edge, stop, length)
-        starts[0] = first
-        return starts
+        starts[0], last = first, edge + (len(starts) - 1) * length
+        return starts, _regular(len(starts), length, min(edge + length, stop) - first, stop - max(last, first))
 
     def _edges(self, side: Side, grain: int, shift: Ints) -> Ints:
         """The first tokens of strands that lie in another grain than those before them."""
@@ -268,10 +271,18 @@ def _lengths(starts: Ints, ends: Ints) -> Ints:
     return lengths
 
 
-def by_length(tokens: Ints) -> ByLength:
+def _regular(count: int, length: int, head: int, tail: int) -> ByLength:
+    """So many segments of this length, but for the first one and the last."""
+    every, found = range(count), {length: slice(int(head < length), count - int(tail < length))}
+    if head == tail < length:
+        found[head] = slice(0, count, max(count - 1, 1))
+    else:
+        found |= {each: at for each, at in ((head, slice(0, 1)), (tail, slice(count - 1, count))) if each < length}
+    return tuple(sorted((each, at) for each, at in found.items() if every[at]))
+
+
+def _by_length(tokens: Ints) -> ByLength:
     """Segments of so many tokens, grouped."""
-    if len(tokens) and (tokens == tokens[0]).all():
-        return ((int(tokens[0]), slice(None)),)
     return tuple((length, (tokens == length).nonzero()[0]) for length in distinct(tokens).tolist())
 
 
