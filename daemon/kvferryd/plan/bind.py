@@ -17,7 +17,7 @@ import numpy as np
 from kvferry.errors import Malformed
 from kvferry.manifest import Group
 from kvferry.tables import BlockTable, Tables
-from kvferryd.plan.axes import Ints, offsets
+from kvferryd.plan.axes import Ints, divided, offsets
 from kvferryd.plan.left import NOTHING, Left
 from kvferryd.plan.plan import Copy, Meeting, Plan
 from kvferryd.plan.rows import Pattern, coalesce
@@ -176,8 +176,8 @@ def _cut(meeting: Meeting, tokens: tuple[int, int], first_tokens: tuple[int, int
     spans, pieces = [], []
     for each in shared(meeting.strands(tokens), meeting.own_shard, tokens, first_tokens[1], dropped):
         starts, own_starts, lengths = each.cut(first_tokens, meeting.grains)
-        index, slots = np.divmod(starts, meeting.source_block)
-        own_index, own_slots = np.divmod(own_starts, meeting.own_block)
+        index, slots = divided(starts, meeting.source_block)
+        own_index, own_slots = divided(own_starts, meeting.own_block)
         slots, own_slots = offsets(slots, meeting.source_slot), offsets(own_slots, meeting.own_slot)
         spans.append(each.source_span)
         pieces.append(_Piece(each.steps, index, slots, own_index, own_slots, lengths))

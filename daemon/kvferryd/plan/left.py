@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from kvferry.tables import BlockTable, Tables
-from kvferryd.plan.axes import Ints, offsets
+from kvferryd.plan.axes import Ints, divided, offsets
 from kvferryd.plan.plan import Copy, Meeting, Plan
 from kvferryd.plan.segments import global_token, local_tokens, shared
 
@@ -47,7 +47,7 @@ def left(
         if key not in met:
             met[key] = _slots(copy.meeting, tokens, rest, theirs, ours)
         if len(met[key]):
-            index, slots = np.divmod(met[key], own.block_size)
+            index, slots = divided(met[key], own.block_size)
             blocks = offsets(ours.block_ids[index], copy.destination.block)
             pairs.append((copy, blocks + offsets(slots, copy.destination.slot)))
     return Left(tuple(pairs)) if pairs else NOTHING

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.manifest import TokenShard
-from kvferryd.plan.axes import Ints, Loop, offsets
+from kvferryd.plan.axes import Ints, Loop, divided, offsets
 from kvferryd.plan.rows import coalesce
 
 ROUND = 4096
@@ -91,7 +91,7 @@ class Side(NamedTuple):
         distance = np.maximum(local - self.at, 0)
         if self.step == 1:
             return distance
-        rows, rest = np.divmod(distance, self.step)
+        rows, rest = divided(distance, self.step)
         return rows * self.row + np.minimum(rest, self.row)
 
     def of(self, which: npt.NDArray[Any]) -> Side:
