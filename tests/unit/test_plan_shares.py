@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -115,6 +116,18 @@ def test_rings_that_hardly_ever_come_round_are_no_trouble() -> None:
     bound = bound_of(theirs, ours, 8192, (16, 16))
     assert sum(each.tokens for _, each in bound.pairs) == local_tokens_of(ours, 8192)
     assert bound.segment_count < 8192 / 4
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+def test_segments_of_one_length_but_for_their_ends_are_grouped_as_any_others(count: int) -> None:
+    for length, head, tail in itertools.product(range(1, 5), repeat=3):
+        if head > length or tail > length or (count == 1 and head != tail):
+            continue
+        tokens = np.array([head, *[length] * (count - 2), tail][:count])
+        evenly, compared = segments._evenly(count, length, head, tail), segments._by_length(tokens)
+        assert [each for each, _ in evenly] == [each for each, _ in compared]
+        for (_, chosen), (_, index) in zip(evenly, compared, strict=True):
+            assert np.arange(count)[chosen].tolist() == index.tolist()
 
 
 def local_tokens_of(ring: Ring, tokens: int) -> int:

@@ -167,7 +167,7 @@ class Strands(NamedTuple):
             return None
         starts = np.arange(edge, stop, length)
         starts[0], last = first, edge + (len(starts) - 1) * length
-        return starts, _regular(len(starts), length, min(edge + length, stop) - first, stop - max(last, first))
+        return starts, _evenly(len(starts), length, min(edge + length, stop) - first, stop - max(last, first))
 
     def _edges(self, side: Side, grain: int, shift: Ints) -> Ints:
         """The first tokens of strands that lie in another grain than those before them."""
@@ -271,7 +271,7 @@ def _lengths(starts: Ints, ends: Ints) -> Ints:
     return lengths
 
 
-def _regular(count: int, length: int, head: int, tail: int) -> ByLength:
+def _evenly(count: int, length: int, head: int, tail: int) -> ByLength:
     """So many segments of this length, but for the first one and the last."""
     every, found = range(count), {length: slice(int(head < length), count - int(tail < length))}
     if head == tail < length:
