@@ -38,6 +38,7 @@ from kvferryd.peers.contact import Contact
 from kvferryd.peers.known import KnownPeers
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
+from kvferryd.peers.remembered import Remembered
 from kvferryd.peers.roster import Roster, Seed
 from kvferryd.process import heap
 from kvferryd.transfers.order import order_of, reservations_of
@@ -71,7 +72,7 @@ class Ferry:
         self.certificates = CertificateFiles.of(config)
         self.proof = self.certificates or _shared_secret(config)
         """How peers prove themselves; None on loopback only."""
-        self.peers_known = Peers(config, metrics, self.proof)
+        self.peers_known = Peers(config, metrics, self.proof, Remembered(keeper.peers if keeper else None))
         self.roster = Roster(
             config, self.peers_known.channels, Seed(), self.instance, lambda engine: self.jobs.on_roster(engine)
         )
@@ -372,6 +373,8 @@ class Ferry:
                 reasons.append(f"{name}: {why}: start the daemon and the engine again")
             if draining := sorted(engine.draining - {engine.rank}):
                 reasons.append(f"{name}: ranks {draining} are draining")
+            if awaited := self.peers_known.awaited(engine):
+                reasons.append(f"{name}: {awaited} peers of the daemon before this one are being met")
             if engine.unseeded:
                 reasons.append(f"{name}: the daemon that keeps its roster does not answer: {engine.unseeded}")
         if self.config.require_rdma and self.config.device == "cpu":

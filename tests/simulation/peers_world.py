@@ -20,6 +20,7 @@ from source_world import Violation
 from kvferry.errors import KvferryError, PeerFailed, Unavailable
 from kvferry.protocol import peers as machine
 from kvferry.protocol import peers_events as e
+from kvferry.protocol.kept import Alarms
 from kvferry.protocol.peers import Peers
 from kvferry.protocol.peers_asked import ASKINGS
 from kvferry.protocol.peers_homes import FORGOTTEN
@@ -104,7 +105,7 @@ class Owner:
 
 @dataclass(eq=False)
 class Naming:
-    address: str
+    place: e.Place
     until: float
     hangs: bool = False
 
@@ -131,7 +132,7 @@ class World:
         """Handshakes that were stopped as they ended."""
         self.ended: Shaking | None = None
         """The last."""
-        self.naming: dict[str, Naming] = {}
+        self.naming: dict[e.Place, Naming] = {}
         self.wanted: tuple[str, ...] = ()
         self.shut = False
         self.ends: Counter[str] = Counter()
@@ -181,10 +182,10 @@ class World:
                 self._found(self.callers[asker], number)
             case e.Refused(int(asker), why):
                 self._refused(self.callers[asker], why)
-            case e.Name(address):
-                if address in self.naming:
-                    raise Violation("a daemon is asked twice at once who it is", address)
-                self.naming[address] = Naming(address, self.now + STEP_S)
+            case e.Name(place):
+                if place in self.naming:
+                    raise Violation("a daemon is asked twice at once who it is", f"{place}")
+                self.naming[place] = Naming(place, self.now + STEP_S)
             case e.Missing():
                 pass
             case _:
@@ -263,7 +264,8 @@ class World:
         sizes = self.peers.sizes()
         most = {
             "known": 4, "loaded": 4 + sum(each.users > 0 for each in self.loaded.values()), "askings": ASKINGS,
-            "waiting": waiting + AT_ONCE, "wanted": len(self.wanted), "met": len(self.wanted), "forgotten": FORGOTTEN,
+            "waiting": waiting + AT_ONCE, "wanted": len(self.wanted), "had": 3, "met": len(self.wanted) + 3,
+            "awaited": 3, "resting": 2 * (len(self.wanted) + 3) + Alarms.SLACK, "forgotten": FORGOTTEN,
             "addresses": (2 + machine.NAMES) * len(self.loaded),
         }  # fmt: skip
         for name, bound in most.items():
@@ -421,25 +423,27 @@ class World:
                 raise Violation("a peer that nobody reads stays for ever", f"{peer.engine_id}")
 
     def name(self, naming: Naming) -> bool:
-        if naming.hangs or (naming.address in self.silent and self.now < naming.until):
+        engine_id, address = naming.place
+        if naming.hangs or (address in self.silent and self.now < naming.until):
             return False
-        del self.naming[naming.address]
-        here = [] if naming.address in self.silent else self.at(naming.address)
+        del self.naming[naming.place]
+        here = [] if address in self.silent else self.at(address)
+        here = [each for each in here if engine_id in ("", each.engine_id)]
         if here:
             source = self.rng.choice(here)
-            self.feed(e.Named(naming.address, source.engine_id, source.addresses[0]))
+            self.feed(e.Named(naming.place, source.engine_id, source.addresses[0]))
             known = self.peers.known(source.engine_id)
             if known is not None and known.used_at == self.now:
                 self.loaded[known.number].used_at = self.now
         else:
-            self.feed(e.Unnamed(naming.address, PeerFailed("peer_unreachable", "a test")))
+            self.feed(e.Unnamed(naming.place, PeerFailed("peer_unreachable", "a test")))
         return True
 
     def look(self) -> None:
         """As the settings' names are looked up again and again."""
         self.notice()
         for peer in self.peers:
-            if peer.number in self.peers._wanted.met:
+            if peer.number in self.peers.wanted.named:
                 self.loaded[peer.number].used_at = self.now
         self.feed(e.Want(self.wanted))
 
@@ -557,6 +561,8 @@ class World:
         rng = self.rng
         every = [address for each in self.sources for address in each.addresses]
         self.wanted = tuple(rng.sample(every, rng.randint(0, 2)))
+        if rng.random() < 0.5:
+            self._take_over()
         for _ in range(rng.randint(4, 12)):
             for _ in range(rng.choice((1, 1, 2, 4))):
                 self.ask()
@@ -570,6 +576,18 @@ class World:
         else:
             self._order_once_more()
             self._end()
+
+    def _take_over(self) -> None:
+        """The daemon before has met some of them, of which one may be dead."""
+        had = self.rng.sample(self.sources, self.rng.randint(1, 3))
+        had[0].alive = self.rng.random() < 0.5
+        self.feed(e.Had(tuple((each.engine_id, each.addresses[0]) for each in had)))
+        self.run_dry()
+        for each in had:
+            if each.alive and not self._is_known(each):
+                raise Violation("an engine of the daemon before is not known", each.engine_id)
+        if self.peers.wanted.awaited:
+            raise Violation("an engine that has gone is awaited")
 
     def _come_to_rest(self) -> None:
         self.silent.clear()
@@ -586,18 +604,22 @@ class World:
         if any(each.state in ("waits", "found", "uses") for each in self.callers.values()) or self.shakings:
             raise Violation("something goes on for ever")
         sizes = self.peers.sizes()
-        if any(sizes[name] for name in ("askings", "numbers", "waiting", "bounds", "asked")):
+        if any(sizes[name] for name in ("askings", "numbers", "waiting", "bounds", "asked", "awaited")):
             raise Violation("something is left", f"{sizes}")
         if sizes["loaded"] != sizes["known"]:
             raise Violation("a peer stays loaded for nobody", f"{sizes}")
 
     def _order_once_more(self) -> None:
         """Nothing stands in the way of it."""
+        living = [each for each in self.sources if self._is_known(each)]
+        for each in living:
+            self._lose(self.peers.known(each.engine_id).number)
         for _ in range(int(2 * AGAIN_S / LOOK_S)):
-            self.now += LOOK_S
-            if self.wanted:
-                self.look()
-                self.run_dry()
+            self.pass_time(LOOK_S)
+            self.run_dry()
+        for each in living:
+            if not self._is_known(each):
+                raise Violation("an engine that was met and lost is not known again", each.engine_id)
         for source in self.sources:
             known = self.peers.known(source.engine_id)
             wanted = [address for address in self.wanted if address in source.addresses]
@@ -609,6 +631,10 @@ class World:
             if caller.state != "over":
                 raise Violation(f"not found though nothing stands in the way: {caller.state}", f"{caller.wanted}")
             self.ends["done"] += 1
+
+    def _is_known(self, source: Source) -> bool:
+        known = self.peers.known(source.engine_id)
+        return known is not None and not known.lost and known.home == source.home
 
     def _end(self) -> None:
         """Our engine ends."""
@@ -628,6 +654,6 @@ class World:
             raise Violation("an engine that has ended is given a peer")
         self.feed(e.Want(self.wanted))
         self.run_dry()
-        if self.loaded or any(self.peers.sizes()[name] for name in ("known", "askings", "wanted", "asked")):
+        if self.loaded or any(self.peers.sizes()[name] for name in ("known", "askings", "wanted", "had", "asked")):
             raise Violation("something outlives our engine", f"{self.peers.sizes()}")
         self.ends["done"] += 1

@@ -63,17 +63,25 @@ def kept_all_the_same(peers: Peers, number: int, home: Any, now: float, met: Any
     return [] if peers._askings.get(number) is None else met(peers, number, home, now)
 
 
-def never_again(wanted: Wanted, address: str, why: Any, now: float, failed: Any = Wanted.failed) -> Any:
-    return failed(wanted, address, why, 1e12)
+def never_again(wanted: Wanted, place: e.Place, why: Any, now: float, failed: Any = Wanted.failed) -> Any:
+    return failed(wanted, place, why, 1e12)
 
 
 def asked_and_asked(wanted: Wanted, now: float) -> Any:
     wanted._asked.clear()
-    wanted._asked.update(dict.fromkeys(wanted._addresses, False))
-    return list(wanted._addresses)
+    wanted._asked.update(dict.fromkeys(wanted, False))
+    return list(wanted)
 
 
-def only_listed(peers: Peers, number: int) -> Any:
+def awaited_for_ever(wanted: Wanted, place: e.Place, why: Any, now: float, failed: Any = Wanted.failed) -> Any:
+    awaited = set(wanted._awaited)
+    try:
+        return failed(wanted, place, why, now)
+    finally:
+        wanted._awaited = awaited
+
+
+def only_listed(peers: Peers, number: int, now: float) -> Any:
     """It is forgotten, and whoever reads from it goes on being counted."""
     peer = peers.get(number)
     if peer is not None:
@@ -106,4 +114,7 @@ PLANTED: dict[str, Planted] = {
     "an address of the settings is tried once": (Wanted, "failed", never_again),
     "an address of the settings is asked again and again": (Wanted, "next", asked_and_asked),
     "a peer that the settings name is not missed": (Wanted, "drop", nothing),
+    "engines of the daemon before are not met": (Wanted, "take_over", nothing),
+    "an engine that was met is met once": (Wanted, "_have", nothing),
+    "an engine of the daemon before is awaited for ever": (Wanted, "failed", awaited_for_ever),
 }

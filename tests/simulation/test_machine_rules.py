@@ -27,7 +27,7 @@ from kvferry.protocol.leader import TOLD_AGAIN, Leader
 from kvferry.protocol.packing import IDLE_S, Packing
 from kvferry.protocol.peers import NAMES, Peers
 from kvferry.protocol.peers_homes import Homes
-from kvferry.protocol.peers_wanted import AT_ONCE, Wanted
+from kvferry.protocol.peers_wanted import AGAIN_S, AT_ONCE, BACK_S, HAD, Wanted
 from kvferry.protocol.reading import Computed, Following
 from kvferry.protocol.requests import Requests
 from kvferry.protocol.roster import Rosters
@@ -58,12 +58,35 @@ def test_an_engine_has_so_many_addresses_however_many_orders_name() -> None:
 def test_an_address_that_fails_is_tried_again_later_each_time_and_within_a_minute() -> None:
     wanted, now = Wanted(), 0.0
     wanted.want(("a",))
-    assert wanted.next(now) == ["a"]
+    assert wanted.next(now) == [("", "a")]
     for pause in (1, 2, 4, 8, 16, 32, 60, 60):
-        wanted.failed("a", PeerFailed("peer_unreachable", "a test"), now)
+        wanted.failed(("", "a"), PeerFailed("peer_unreachable", "a test"), now)
         assert not wanted.next(now + pause - 0.5)
         now += pause
-        assert wanted.next(now) == ["a"]
+        assert wanted.next(now) == [("", "a")]
+
+
+def test_an_engine_that_was_met_is_tried_again_soon_and_not_for_ever() -> None:
+    wanted, now, place = Wanted(), 0.0, ("p", "a")
+    wanted.met(place, 1)
+    wanted.drop(1, now)
+    assert (wanted.next(now), wanted.next_timer()) == ([], BACK_S)
+    while (timer := wanted.next_timer()) is not None:
+        now = timer
+        assert wanted.next(now) == [place]
+        wanted.failed(place, SILENT, now)
+        wanted.check()
+    assert (place in wanted, AGAIN_S < now < 2 * AGAIN_S) == (False, True)
+
+
+def test_so_many_engines_that_were_met_are_kept() -> None:
+    wanted = Wanted()
+    wanted.take_over((str(number), "a") for number in range(HAD))
+    wanted.met(("0", "a"), 1)
+    wanted.met(("another", "a"), 2)
+    wanted.check()
+    assert [place[0] for place in wanted.had] == [*map(str, range(2, HAD)), "0", "another"]
+    assert wanted.awaited == HAD - 2
 
 
 def test_who_joins_a_handshake_that_fails_goes_by_that_unless_an_order_joined_what_none_had_begun() -> None:
@@ -93,12 +116,12 @@ def test_an_engine_whose_daemons_say_that_it_is_over_is_that_of_their_home() -> 
 def test_an_address_that_is_not_wanted_any_more_is_not_met() -> None:
     wanted = Wanted()
     wanted.want(("a", "b"))
-    assert wanted.next(0.0) == ["a", "b"]
+    assert wanted.next(0.0) == [("", "a"), ("", "b")]
     wanted.want(("b",))
-    wanted.found("a", 1)
-    assert not wanted.failed("b", SILENT, 0.0) or wanted.next(0.0) == []
+    wanted.found(("", "a"), 1)
+    assert not wanted.failed(("", "b"), SILENT, 0.0) or wanted.next(0.0) == []
     wanted.check()
-    assert wanted.met == set()
+    assert wanted.named == set()
 
 
 def test_many_readers_of_one_request_take_one_place() -> None:
@@ -165,10 +188,10 @@ def test_so_many_addresses_are_asked_at_a_time() -> None:
     wanted = Wanted()
     wanted.want(tuple(f"a{number}" for number in range(3 * AT_ONCE)))
     asked = wanted.next(0.0)
-    assert asked == [f"a{number}" for number in range(AT_ONCE)]
+    assert asked == [("", f"a{number}") for number in range(AT_ONCE)]
     assert wanted.next(0.0) == []
-    wanted.found("a0", 1)
-    assert wanted.next(0.0) == [f"a{AT_ONCE}"]
+    wanted.found(("", "a0"), 1)
+    assert wanted.next(0.0) == [("", f"a{AT_ONCE}")]
 
 
 def test_timers_of_one_time_ring_in_the_order_in_which_they_were_set() -> None:

@@ -137,7 +137,7 @@ UNDER_WAY: dict[str, Row] = {
     "Waits._request_of": lambda kept: 2 * kept.others * kept("Waits._requests"),
     "Waits._at": lambda kept: kept("Waits._request_of"),
     "Alarms._at": lambda kept: (
-        kept("Leases._live") + kept("Askings._at") + kept("Leader._led")
+        kept("Leases._live") + kept("Askings._at") + kept("Leader._led") + kept("Wanted._had")
     ),
     "Alarms._heap": lambda kept: 2 * kept("Alarms._at") + 64 * kept.of("Alarms"),
     "Lease.queued": lambda kept: lease.MAX_FENCED * kept("Leases._live"),
@@ -182,10 +182,11 @@ UNDER_WAY: dict[str, Row] = {
     "Session.left": lambda kept: len(session_events.Step),
     "Session._given": lambda kept: len(kept.engine.manifest.regions) + 1,
     "Tasks": lambda kept: sum(size for name, size in kept.sizes.items() if name.endswith(TASKS)),
-    # These worlds have no rosters, known peers or engines that hand files over.
+    "Wanted._asked": lambda kept: kept("Wanted._had"),
+    "Meeting._naming": lambda kept: kept("Wanted._asked"),
+    # These worlds have no rosters, keepers, known peers or engines that hand files over.
     **dict.fromkeys(
-        ("KnownPeers._looking", "KnownPeers._resolved", "Meeting._naming",
-         "Wanted._addresses", "Wanted._met", "Wanted._asked", "Wanted._failed",
+        ("KnownPeers._looking", "KnownPeers._resolved", "Wanted._named", "Wanted._awaited",
          "Roster._challenges", "Roster._places", "Roster._rest", "Rosters._rosters", "Rosters._of", "Seed._told"),
         lambda kept: 0,
     ),
@@ -250,6 +251,9 @@ REMEMBERED: dict[str, Row] = {
     "Peers._loaded": lambda kept: kept.others + kept("users of peers"),
     "Peers._of": lambda kept: 1,
     "Meeting._met": lambda kept: kept("Peers._loaded"),
+    "Wanted._had": lambda kept: kept.others,
+    "Wanted._met": lambda kept: kept("Wanted._had"),
+    "Wanted._failed": lambda kept: kept("Wanted._had"),
     "Introductions._layouts": lambda kept: kept.of("PeerRank") + kept.others,
     "Peer.addresses": lambda kept: (kept.ranks + peers.NAMES) * kept.of("PeerEngine"),
     "PeerEngine.loaded": lambda kept: kept.ranks * kept.of("PeerEngine"),

@@ -67,6 +67,9 @@ class Alarms(Generic[K]):
     def __len__(self) -> int:
         return len(self._at)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._at
+
     @property
     def entries(self) -> int:
         """How many the heap has, those that do not count any more included."""

@@ -48,7 +48,7 @@ class Peers:
         self._known: dict[str, Peer] = {}
         self._loaded: dict[int, Peer] = {}
         """Peers that are known, and peers that are forgotten and still used."""
-        self._askings, self._homes, self._wanted = Askings(within_s), Homes(), Wanted()
+        self._askings, self._homes, self.wanted = Askings(within_s), Homes(), Wanted()
         self._over: KvferryError | None = None
 
     def __iter__(self) -> Iterator[Peer]:
@@ -75,27 +75,29 @@ class Peers:
         return None if asking is None else self._homes.in_the_way(asking.place[0], home, ordered=asking.ordered)
 
     def next_timer(self) -> float | None:
-        return self._askings.next_timer()
+        times = self._askings.next_timer(), self.wanted.next_timer()
+        return min((each for each in times if each is not None), default=None)
 
     def on(self, event: e.PeersEvent, now: float) -> Effects:
         effects = self._on(event, now)
-        if isinstance(event, e.Want) or any(isinstance(getattr(each, "asker", 0), str) for each in effects):
-            return self._for_settings(effects, now)
+        looks = isinstance(event, (e.Want, e.Had, e.Tick))
+        if looks or any(isinstance(getattr(each, "asker", 0), tuple) for each in effects):
+            return self._for_nobody(effects, now)
         return effects
 
-    def _for_settings(self, effects: Effects, now: float) -> Effects:
-        """Answers about the addresses that the settings name stay here, and the next addresses are asked."""
+    def _for_nobody(self, effects: Effects, now: float) -> Effects:
+        """Answers about places for which nobody waits stay here, and the next places are asked."""
         said: Effects = []
         for each in effects:
             match each:
-                case e.Found(str(address), number):
-                    self._wanted.found(address, number)
-                case e.Refused(str(address), why):
-                    if self._wanted.failed(address, why, now):
-                        said.append(e.Missing(address, why))
+                case e.Found((str(), str()) as place, number):
+                    self.wanted.found(place, number)
+                case e.Refused((str(), str()) as place, why):
+                    if self.wanted.failed(place, why, now):
+                        said.append(e.Missing(place, why))
                 case _:
                     said.append(each)
-        return said + [e.Name(address) for address in self._wanted.next(now)]
+        return said + [e.Name(place) for place in self.wanted.next(now)]
 
     def _on(self, event: e.PeersEvent, now: float) -> Effects:
         match event:
@@ -118,9 +120,10 @@ class Peers:
                 left.users -= 1
                 return self._unload_unused(left)
             case e.Forget(number):
-                return self._forget(number)
+                return self._forget(number, now)
             case e.Unbind(engine_id):
                 self._homes.unbind(engine_id)
+                self.wanted.leave(engine_id)
                 return []
             case e.Met(number, home):
                 return self._met(number, home, now)
@@ -131,16 +134,19 @@ class Peers:
                 self._homes.over(engine_id, home)
                 return []
             case e.Lost(number):
-                return self._lose(number)
+                return self._lose(number, now)
             case e.Want(addresses):
-                self._wanted.want(() if self._over else addresses)
-                for number in self._wanted.met:
+                self.wanted.want(() if self._over else addresses)
+                for number in self.wanted.named:
                     self._loaded[number].used_at = now
                 return []
-            case e.Named(address, engine_id, at):
-                return [] if self._over else self._get(e.Get(address, engine_id, at, ordered=False), now)
-            case e.Unnamed(address, why):
-                return [] if self._over else [e.Refused(address, why)]
+            case e.Had(places):
+                self.wanted.take_over(() if self._over else places)
+                return []
+            case e.Named(place, engine_id, at):
+                return [] if self._over else self._get(e.Get(place, engine_id, at, ordered=False), now)
+            case e.Unnamed(place, why):
+                return [] if self._over else [e.Refused(place, why)]
             case e.Tick():
                 return [effect for late in self._askings.end_late(now) for effect in self._give_up(late, now)]
             case e.Shut(why):
@@ -208,10 +214,14 @@ class Peers:
         self._homes.bind(engine_id, home, ordered=asking.ordered)
         effects: Effects = [e.Keep(number), e.Shaken(number)]
         if before is not None:
-            effects += self._forget(before.number)
+            effects += self._forget(before.number, now)
+        self.wanted.met((engine_id, home.addresses[0]), number)
         for each in list(self):  # a fleet replaces its pods for as long as this daemon runs: they leave no trace
-            if not each.users and (each.lost or each.used_at < now - IDLE_S):
-                effects += self._forget(each.number)
+            idle = each.used_at < now - IDLE_S
+            if not each.users and (each.lost or idle):
+                effects += self._forget(each.number, now)
+                if idle:
+                    self.wanted.leave(each.engine_id)
         again: list[Waiting] = []
         for waiting in asking.waiting.values():
             wanted = waiting.wanted
@@ -233,7 +243,7 @@ class Peers:
                 again.append(waiting)
                 continue
             if waiting.renews:
-                effects += self._forget(waiting.renews)
+                effects += self._forget(waiting.renews, now)
             effects.append(e.Refused(waiting.wanted.asker, why.kept()))
         return effects + self._again(again, now)
 
@@ -256,20 +266,20 @@ class Peers:
 
     # ---- the ends of peers ----
 
-    def _lose(self, number: int) -> Effects:
+    def _lose(self, number: int, now: float) -> Effects:
         lost = self._loaded.get(number)
         if lost is not None:
             lost.lost = True
-            self._wanted.drop(number)
+            self.wanted.drop(number, now)
         return []
 
-    def _forget(self, number: int) -> Effects:
+    def _forget(self, number: int, now: float) -> Effects:
         """The next order shakes hands anew. Idempotent."""
         peer = self._loaded.get(number)
         if peer is None or peer.stale:
             return []
         peer.stale = True
-        self._wanted.drop(number)
+        self.wanted.drop(number, now)
         if self._known.get(peer.engine_id) is peer:
             del self._known[peer.engine_id]
             self._homes.forget(peer.engine_id, peer.home)
@@ -291,7 +301,7 @@ class Peers:
             effects.append(e.Close(peer.number))
         self._loaded.clear()
         self._known.clear()
-        self._wanted.shut()
+        self.wanted.shut()
         return effects
 
     # ---- what must hold ----
@@ -302,15 +312,15 @@ class Peers:
             "nobody uses it, and it stays loaded"
         )
         assert all(len(peer.addresses) <= len(peer.home.addresses) + NAMES for peer in self)
-        assert self._wanted.met <= {peer.number for peer in self if not peer.lost}
+        assert self.wanted.named <= {peer.number for peer in self if not peer.lost}
         self._askings.check()
-        self._wanted.check()
+        self.wanted.check()
         assert self._over is None or not any(self._askings.sizes().values()), "our engine has ended, and somebody waits"
 
     def sizes(self) -> Sizes:
         addresses = sum(len(peer.addresses) for peer in self._loaded.values())
         own = {"known": len(self._known), "loaded": len(self._loaded), "addresses": addresses}
-        return {**own, **self._askings.sizes(), **self._homes.sizes(), **self._wanted.sizes()}
+        return {**own, **self._askings.sizes(), **self._homes.sizes(), **self.wanted.sizes()}
 
 
 def _other_epoch(peer: Peer, epoch: str) -> Conflict:

@@ -13,8 +13,6 @@ from kvferry.protocol.values import Sizes
 
 ASKINGS = 1024
 """Handshakes under way at a time."""
-Place = tuple[str, str]
-"""An engine id, and the address at which it is asked."""
 
 
 class Waiting(NamedTuple):
@@ -29,7 +27,7 @@ class Waiting(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Asking:
     number: int
-    place: Place
+    place: e.Place
     ordered: bool
     """An order has begun it."""
     waiting: dict[e.Asker, Waiting] = field(default_factory=dict)
@@ -40,7 +38,7 @@ class Askings:
         """within_s: the longest that a handshake may take."""
         self.within_s = within_s
         self._numbers = itertools.count(1)
-        self._at: dict[Place, Asking] = {}
+        self._at: dict[e.Place, Asking] = {}
         self._by_number: dict[int, Asking] = {}
         self._of: dict[e.Asker, Asking] = {}
         self._bounds: Alarms[int] = Alarms()

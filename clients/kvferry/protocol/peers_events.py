@@ -7,8 +7,10 @@ from typing import NamedTuple, TypeAlias
 
 from kvferry.errors import KvferryError
 
-Asker: TypeAlias = "int | str"
-"""A caller's number; or an address that the settings name, for which nobody waits."""
+Place: TypeAlias = "tuple[str, str]"
+"""An engine id, and the address at which it is asked. The id is empty where whatever engine is there is meant."""
+Asker: TypeAlias = "int | Place"
+"""A caller's number; or a place that is to be met, for which nobody waits."""
 
 
 class Home(NamedTuple):
@@ -74,6 +76,12 @@ class Want(NamedTuple):
     addresses: tuple[str, ...]
 
 
+class Had(NamedTuple):
+    """The daemon before this one had met these engines: they are to be known again."""
+
+    places: tuple[Place, ...]
+
+
 class Shut(NamedTuple):
     """Our engine ends: nobody is asked any more, and nothing is read."""
 
@@ -116,9 +124,9 @@ class Lost(NamedTuple):
 
 
 class Named(NamedTuple):
-    """The daemon at an address that the settings name serves this engine. at: where that is to be asked."""
+    """The daemon at a place that is to be met serves this engine. at: where that is to be asked."""
 
-    address: str
+    place: Place
     engine_id: str
     at: str
 
@@ -126,7 +134,7 @@ class Named(NamedTuple):
 class Unnamed(NamedTuple):
     """It does not say."""
 
-    address: str
+    place: Place
     why: KvferryError
 
 
@@ -183,20 +191,20 @@ class Refused(NamedTuple):
 
 
 class Name(NamedTuple):
-    """Ask the daemon at this address which engine it serves: `Named` or `Unnamed` is to come."""
+    """Ask the daemon at this place which engine it serves: `Named` or `Unnamed` is to come."""
 
-    address: str
+    place: Place
 
 
 class Missing(NamedTuple):
-    """An address that the settings name cannot be met. Said when the reason is another than before."""
+    """A place cannot be met. Said when the reason is another than before."""
 
-    address: str
+    place: Place
     why: KvferryError
 
 
 PeersEvent: TypeAlias = (
-    Get | Renew | GiveUp | Use | Leave | Forget | Unbind | Want | Shut | Tick
+    Get | Renew | GiveUp | Use | Leave | Forget | Unbind | Want | Had | Shut | Tick
     | Met | Unmet | Over | Lost | Named | Unnamed
 )  # fmt: skip
 PeersEffect: TypeAlias = Shake | Stop | Keep | Unload | Close | Shaken | Found | Refused | Name | Missing

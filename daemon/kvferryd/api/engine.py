@@ -230,7 +230,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         engine = await self._ferry.registry.register(session, manifest)
         engine.weights = weights
         self._ferry.roster.follow(engine)
-        self._ferry.peers_known.expect()
+        self._ferry.peers_known.expect(engine)
         self._ferry.known_peers.look()
         nbytes = sum(region.nbytes for region in manifest.regions)
         log.info("engine registered", **session.rank._asdict(), components=len(manifest.components), bytes=nbytes)

@@ -27,6 +27,9 @@ class Keeper:
         self._channel = socket.socket(fileno=fd)
         self._channel.set_inheritable(False)
         self._lock = threading.Lock()
+        self.peers: File | None = None
+        """Peers that were met: the daemon before has written it for this one, and this one writes it for the next. It
+        is there from `turn` on, and ends with the process."""
 
     def turn(self, log_format: str, drain_timeout_s: float) -> str:
         """Wait until this daemon is the one to serve: what became of the one before it, or nothing if it is the first.
@@ -36,9 +39,11 @@ class Keeper:
         """
         self._say({"log_format": log_format, "drain_timeout_s": drain_timeout_s})
         self._say(LOADED)
-        said = self._channel.recv(MOST)
+        said, files, _, _ = socket.recv_fds(self._channel, MOST, 1, socket.MSG_CMSG_CLOEXEC)
         if not said:
             raise EOFError
+        if files:
+            self.peers = File(files[0])
         return str(json.loads(said))
 
     def serving(self) -> None:

@@ -22,6 +22,8 @@ from kvferryd.peers.introduce import Introductions
 from kvferryd.peers.peer import PeerEngine
 
 log = logs.get(__name__)
+AWAITED_S = 3.0
+"""The longest that peers of the daemon before keep the one that has taken over from being ready."""
 END_S = 5.0
 """The longest wait for what is under way when our engine ends."""
 
@@ -32,8 +34,9 @@ class Meeting:
 
     def __init__(
         self, engine: Engine, handshakes: Handshakes, introductions: Introductions, metrics: Metrics,
-        on_shaken: Callable[[], None],
+        on_shaken: Callable[[Meeting], None],
     ) -> None:  # fmt: skip
+        """on_shaken: called at the end of each handshake."""
         self.engine, self._handshakes, self._introductions = engine, handshakes, introductions
         self._metrics, self._on_shaken = metrics, on_shaken
         self.machine = Peers(engine.engine_id, handshakes.within_s)
@@ -46,6 +49,7 @@ class Meeting:
         """By caller."""
         self._callers = itertools.count(1)
         self._timer = Timer(lambda: self.on(e.Tick()))
+        self._taken_over_at = 0.0
 
     def __iter__(self) -> Iterator[PeerEngine]:
         """The known peers."""
@@ -86,6 +90,16 @@ class Meeting:
         self._notice()
         self.on(e.Want(addresses))
 
+    def take_over(self, had: tuple[e.Place, ...]) -> None:
+        """Meet the engines that the daemon before had met."""
+        self._taken_over_at = time.monotonic()
+        self.on(e.Had(had))
+
+    @property
+    def awaited(self) -> int:
+        """Engines of the daemon before that are being met, for AWAITED_S at most."""
+        return self.machine.wanted.awaited if time.monotonic() < self._taken_over_at + AWAITED_S else 0
+
     def _notice(self) -> None:
         """Streams end by themselves."""
         for peer in list(self.machine):
@@ -123,7 +137,7 @@ class Meeting:
                 self._keep(number)
             case e.Shaken(number, why):
                 self._metrics.handshake(why.code if why else "ok", time.monotonic() - self._under_way.pop(number)[1])
-                self._on_shaken()
+                self._on_shaken(self)
             case e.Unload(number):
                 self._unloading.spawn(self._met.pop(number).unload())
             case e.Close(number):
@@ -134,9 +148,9 @@ class Meeting:
                 settle(self._answers.pop(asker), error=why)
             case e.Found() | e.Refused():
                 pass  # answered in the turn in which it asks
-            case e.Name(address):
-                self._naming.spawn(self._name(address))
-            case e.Missing(address, why):
+            case e.Name(place):
+                self._naming.spawn(self._name(place))
+            case e.Missing((_, address), why):
                 if why.code != "own_engine":
                     log.info("known peer not met", engine_id=self.engine.engine_id, address=address, why=str(why))
             case _:
@@ -182,15 +196,16 @@ class Meeting:
             self._notice()
             self.on(e.Met(number, peer.home))
 
-    async def _name(self, address: str) -> None:
+    async def _name(self, place: e.Place) -> None:
+        engine_id, address = place
         try:
-            rank, told = await self._introductions.ask(self.engine, "", address)
+            rank, told = await self._introductions.ask(self.engine, engine_id, address)
             rank.let_go()
         except Exception as error:  # noqa: BLE001  the address is to be tried again
-            self.on(e.Unnamed(address, _typed(error)))
+            self.on(e.Unnamed(place, _typed(error)))
         else:
             # At its rank 0: then all of its ranks' daemons lead to the same handshake.
-            self.on(e.Named(address, rank.manifest.engine_id, told.get(0, address)))
+            self.on(e.Named(place, rank.manifest.engine_id, told.get(0, address)))
 
 
 def _typed(error: Exception) -> KvferryError:

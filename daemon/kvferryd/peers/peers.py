@@ -20,6 +20,7 @@ from kvferryd.peers.handshake import Handshakes
 from kvferryd.peers.introduce import Introductions
 from kvferryd.peers.meeting import Meeting
 from kvferryd.peers.peer import PeerEngine
+from kvferryd.peers.remembered import Remembered
 from kvferryd.transport.screen import Screen
 
 log = logs.get(__name__)
@@ -28,8 +29,15 @@ log = logs.get(__name__)
 class Peers:
     """The peers of all engines of ours. Owns the channels, and the screen for NIXL metadata."""
 
-    def __init__(self, config: Config, metrics: Metrics, certificates: Certificates | None = None) -> None:
-        self._metrics = metrics
+    def __init__(
+        self,
+        config: Config,
+        metrics: Metrics,
+        certificates: Certificates | None = None,
+        remembered: Remembered | None = None,
+    ) -> None:
+        """remembered: none without a keeper."""
+        self._metrics, self._remembered = metrics, remembered or Remembered()
         self.channels = Channels(config, certificates)
         self._introductions = Introductions(self.channels, config.connect_timeout_s)
         self._handshakes = Handshakes(config, self._introductions, Screen())
@@ -44,9 +52,20 @@ class Peers:
         """Why no handshake goes on for now; empty where they do."""
         return self._handshakes.screen.held_up
 
-    def expect(self) -> None:
-        """An engine is there that may read: do now what its next handshake would wait for."""
+    def expect(self, engine: Engine) -> None:
+        """An engine is there that may read: meet whom it had met before, and do now what its next handshake would wait
+        for."""
+        self._prepare()
+        if had := self._remembered.of(engine.engine_id):
+            self._meeting(engine).take_over(had)
+
+    def _prepare(self) -> None:
         self._preparing.spawn(self._handshakes.screen.prepare())
+
+    def awaited(self, engine: Engine) -> int:
+        """Peers of the daemon before this one that are to be known before the engine is said to be ready."""
+        meeting = self._of.get(engine)
+        return 0 if meeting is None else meeting.awaited
 
     async def get(
         self, engine: Engine, engine_id: str, address: str, epoch: str = "", *, ordered: bool = True
@@ -89,9 +108,13 @@ class Peers:
         if meeting is None:
             if engine.session.retiring:
                 raise _gone(engine)
-            about = self._handshakes, self._introductions, self._metrics, self.expect
+            about = self._handshakes, self._introductions, self._metrics, self._on_shaken
             meeting = self._of[engine] = Meeting(engine, *about)
         return meeting
+
+    def _on_shaken(self, meeting: Meeting) -> None:
+        self._prepare()
+        self._remembered.put(meeting.engine.engine_id, meeting.machine.wanted.had)
 
     async def renew(self) -> None:
         """Shake hands anew with everybody, by what proves us now. Transfers under way go on where they read."""
@@ -118,6 +141,7 @@ class Peers:
         bound = [meeting for meeting in self._of.values() if meeting.machine.is_bound(engine_id)]
         for meeting in bound:
             meeting.on(e.Unbind(engine_id))
+            self._remembered.put(meeting.engine.engine_id, meeting.machine.wanted.had)
         return bool(bound)
 
     async def forget_engine(self, engine: Engine) -> None:

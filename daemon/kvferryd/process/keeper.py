@@ -84,6 +84,8 @@ class Keeper:
         self._log = Writer(2, lambda lost: self._line(f"{LOST}: {lost}"))
         self._selector = selectors.DefaultSelector()
         self._held = Held(self._selector, self._report)
+        self._peers = os.memfd_create("kvferry-peers", os.MFD_CLOEXEC)
+        """A file that each daemon has in its turn: what it has met, for the next one. Nothing is read of it here."""
         self._daemons: dict[int, Daemon] = {}
         self._machine, self._events = keeper.Keeper(), deque[e.KeeperEvent]()
         self._status: int | None = None
@@ -119,7 +121,7 @@ class Keeper:
                 self._start(number)
             case e.Turn(number, why):
                 if number in self._daemons:
-                    _say(self._daemons[number].channel, why)
+                    _say(self._daemons[number].channel, why, self._peers)
             case e.Signal(number, which):
                 if number in self._daemons:
                     self._daemons[number].signal(which)
