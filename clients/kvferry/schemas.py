@@ -494,6 +494,67 @@ class Totals(_Answer):
     process_bytes: int = 0
 
 
+class MarkKind(enum.StrEnum):
+    """The kinds of marks in the history."""
+
+    START = "start"
+    """A daemon began to serve."""
+    UPGRADE = "upgrade"
+    """So did one that the keeper had loaded in place of the one before, which had stopped."""
+    DEATH = "death"
+    """The daemon before had not stopped by itself."""
+    DRAIN = "drain"
+    CANCELLED = "drain cancelled"
+    STOP = "stop"
+
+
+class HistoryMark(_Answer):
+    """at: seconds since 1970; a death is known when the next daemon starts. why: who asked for a drain, or what became
+    of the daemon before."""
+
+    at: float
+    kind: MarkKind
+    why: str = ""
+
+
+class HistoryFigures(_Answer):
+    """This rank's share of what ended in a time. failures: how many failed, by code. p50_ms, p99_ms: of those that were
+    done, without the wait for order, reservation and publish, right to an eighth; None where none was."""
+
+    done: int = 0
+    failed: int = 0
+    aborted: int = 0
+    read_bytes: int = 0
+    served_bytes: int = 0
+    failures: dict[str, int] = {}
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+
+
+class HistoryPoint(HistoryFigures):
+    """at: when the point's time begins, seconds since 1970."""
+
+    at: int
+
+
+class HistoryPeer(HistoryFigures):
+    """Figures of one engine elsewhere: what was read from it, and what it read here. `other` is the sum of engines that
+    have no place of their own."""
+
+    engine_id: str
+
+
+class History(_Answer):
+    """now: by the daemon's clock, seconds since 1970. points: times in which something ended, the oldest first."""
+
+    now: float
+    span_s: int
+    step_s: int
+    points: list[HistoryPoint] = []
+    marks: list[HistoryMark] = []
+    peers: list[HistoryPeer] = []
+
+
 class Readiness(_Answer):
     """reasons: why no work should be sent here. warnings: what is wrong and does not stop other work: peers that do not
     answer, memory that could not be given back."""

@@ -1,0 +1,142 @@
+"""The parts of a file that outlives its daemon: slots of bytes, and rows of figures by time.
+
+A file has a fixed size and is written in place. It is never mapped: a full disk and a file that somebody has cut are an
+OSError, where memory would be a SIGBUS. What is read may be anything, as a daemon may die between any two bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.file import File
+
+SLOT = struct.Struct("<QII")
+"""Number, length, and the checksum of the number and what follows."""
+BUCKETS, LEAST_MS, PER_DOUBLING = 60, 0.1, 3
+"""Times are counted in buckets, each a quarter wider than the one before: 0.1 ms to 100 s. A figure that is made of
+them is right to an eighth."""
+CODES = 4
+"""Different codes of failures in one row; failures of more count without."""
+ROW = np.dtype([
+    ("number", "<u4"), ("done", "<u4"), ("failed", "<u4"), ("aborted", "<u4"), ("read_bytes", "<u8"),
+    ("served_bytes", "<u8"), ("codes", [("code", "<u2"), ("times", "<u2")], (CODES,)), ("took", "<u2", (BUCKETS,)),
+])  # fmt: skip
+"""number: of the period, since 1970. code: 0 is none."""
+PLACES = {name: (field[1], field[0].itemsize) for name, field in dict(ROW.fields or {}).items()}
+"""(offset, bytes) of each field."""
+Figures = npt.NDArray[Any]
+"""An array of ROW."""
+
+
+class Row:
+    """A row that is being written: numpy would take ten times as long for a single figure."""
+
+    def __init__(self, held: bytes, number: int) -> None:
+        """held: what is in its place; that of another period is of a day before."""
+        self.held, self.number = bytearray(held), number
+        if int.from_bytes(held[:4], "little") != number:
+            self.held[:] = number.to_bytes(4, "little").ljust(len(held), b"\0")
+
+    def add(self, name: str, value: int) -> None:
+        self._add(*PLACES[name], value)
+
+    def took(self, ms: float) -> None:
+        at, nbytes = PLACES["took"]
+        step = nbytes // BUCKETS
+        bucket = round(PER_DOUBLING * math.log2(max(ms, LEAST_MS) / LEAST_MS))
+        self._add(at + step * min(bucket, BUCKETS - 1), step, 1)
+
+    def code(self, number: int) -> None:
+        """A failure by this code."""
+        at, nbytes = PLACES["codes"]
+        for place in range(at, at + nbytes, nbytes // CODES):
+            if int.from_bytes(self.held[place : place + 2], "little") in (0, number):
+                self.held[place : place + 2] = number.to_bytes(2, "little")
+                self._add(place + 2, 2, 1)
+                return
+
+    def _add(self, at: int, nbytes: int, value: int) -> None:
+        """A figure stops at its greatest."""
+        most = (1 << 8 * nbytes) - 1
+        now = min(int.from_bytes(self.held[at : at + nbytes], "little") + value, most)
+        self.held[at : at + nbytes] = now.to_bytes(nbytes, "little")
+
+
+def quantiles(took: npt.NDArray[np.uint64], share: float) -> list[float | None]:
+    """Milliseconds by nearest rank, for each row of counts by bucket; None where nothing was counted."""
+    counted = np.cumsum(took, axis=1)
+    found = np.argmax(counted >= np.ceil(share * counted[:, -1:].astype(float)), axis=1)
+    times = LEAST_MS * 2 ** (found / PER_DOUBLING)
+    return [round(float(ms), 3) if some else None for ms, some in zip(times, counted[:, -1], strict=True)]
+
+
+class Slots:
+    """`count` places of `nbytes` in the file, from `at` on."""
+
+    def __init__(self, file: File, at: int, count: int, nbytes: int) -> None:
+        self._file, self._at, self.count, self._nbytes = file, at, count, nbytes
+        self.room, self.end = nbytes - SLOT.size, at + count * nbytes
+
+    def put(self, index: int, number: int, data: bytes) -> None:
+        """number: from 1. data: at most `room`. Raises OSError."""
+        assert len(data) <= self.room
+        checksum = zlib.crc32(data, zlib.crc32(number.to_bytes(8, "little")))
+        os.pwrite(self._file.fileno(), SLOT.pack(number, len(data), checksum) + data, self._at + index * self._nbytes)
+
+    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
+        """(index, number, data) of each that is whole. Raises OSError."""
+        held = _read(self._file, self._at, self.count * self._nbytes)
+        for index in range(self.count):
+            number, length, checksum = SLOT.unpack_from(held, index * self._nbytes)
+            if number and length <= self.room:
+                begins = index * self._nbytes + SLOT.size
+                data = held[begins : begins + length]
+                if zlib.crc32(data, zlib.crc32(number.to_bytes(8, "little"))) == checksum:
+                    yield index, number, data
+
+
+class Rows:
+    """Rings of `count` rows, a row for each period, and a ring for each of `lines`."""
+
+    def __init__(self, file: File, at: int, period_s: int, count: int, lines: int) -> None:
+        self._file, self._at, self.period_s, self._count = file, at, period_s, count
+        self.end = at + lines * count * ROW.itemsize
+        self._now: dict[int, Row] = {}
+        """The row of each line that was written last."""
+
+    def row(self, line: int, now: float) -> Row:
+        """The row of this period, for adding to it; `write` follows. Raises OSError."""
+        number, row = int(now) // self.period_s, self._now.get(line)
+        if row is None or row.number != number:
+            row = self._now[line] = Row(_read(self._file, self._place(line, number), ROW.itemsize), number)
+        return row
+
+    def write(self, line: int) -> None:
+        """Raises OSError."""
+        row = self._now[line]
+        os.pwrite(self._file.fileno(), row.held, self._place(line, row.number))
+
+    def since(self, line: int, first_s: float, now: float) -> Figures:
+        """The rows of periods that have not ended at `first_s` and have begun by `now`, the oldest first. Any thread;
+        raises OSError."""
+        held = _read(self._file, self._place(line, 0), self._count * ROW.itemsize)
+        rows, last = np.frombuffer(held, ROW), int(now) // self.period_s
+        first = max(int(first_s) // self.period_s, last - self._count + 1)
+        rows = rows[(rows["number"] >= first) & (rows["number"] <= last)]
+        return rows[np.argsort(rows["number"])]
+
+    def _place(self, line: int, number: int) -> int:
+        return self._at + (line * self._count + number % self._count) * ROW.itemsize
+
+
+def _read(file: File, at: int, nbytes: int) -> bytes:
+    """Zeros where the file ends before that."""
+    return os.pread(file.fileno(), nbytes, at).ljust(nbytes, b"\0")
