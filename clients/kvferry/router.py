@@ -240,6 +240,14 @@ class RouterClient:
     async def totals(self) -> schemas.Totals:
         return await self._call("GET", "/v1/totals", schemas.Totals)
 
+    async def history(
+        self, span_s: int = 3600, step_s: int = 60, *, since: float = 0.0, peers: bool = False
+    ) -> schemas.History:
+        """Figures of the last `span_s` (86,400 at most), each point of `step_s` (5, or a multiple of 60), and marks of
+        starts, deaths, upgrades and drains. since: nothing that has ended before. peers: figures of each, too."""
+        query = {"span_s": f"{span_s}", "step_s": f"{step_s}", "since": f"{since}", "peers": f"{peers}".lower()}
+        return await self._call("GET", "/v1/history", schemas.History, query=query)
+
     async def info(self) -> schemas.Info:
         return await self._call("GET", "/v1/info", schemas.Info)
 

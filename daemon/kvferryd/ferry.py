@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from kvferry import __version__, schemas
-from kvferry.errors import Conflict, KvferryError, Malformed, NotFound
+from kvferry.errors import Conflict, KvferryError, Malformed, NotFound, Unavailable
 from kvferry.protocol.events import GiveUp, ReplaceWeights
 from kvferry.protocol.values import Account
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
@@ -30,6 +30,7 @@ from kvferryd.leases.record import reader_id
 from kvferryd.memory import provider
 from kvferryd.memory.kept import Keeper
 from kvferryd.observe import logs, spans
+from kvferryd.observe.history import History, opened
 from kvferryd.observe.metrics import Metrics, total
 from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
@@ -59,8 +60,11 @@ UNMET, UNMET_S = 64, 600.0
 class Ferry:
     """Owns the engines, peers and transfers of one daemon."""
 
-    def __init__(self, config: Config, metrics: Metrics, keeper: Keeper | None = None) -> None:
+    def __init__(
+        self, config: Config, metrics: Metrics, keeper: Keeper | None = None, history: History | None = None
+    ) -> None:
         self.config, self.metrics = config, metrics
+        self.history = history or opened()
         self.instance = uuid.uuid4().hex
         self._began = time.monotonic()
         self._stopping = False
@@ -78,7 +82,9 @@ class Ferry:
         )
         self.spans = spans.made(self.instance)
         self.notes = Notes(lambda: self.jobs.unfinished > 0)
-        self.jobs = Transfers(config, self.peers_known, metrics, self.notes, self._one_fewer, self.instance, self.spans)
+        self.jobs = Transfers(
+            config, self.peers_known, metrics, self.history, self.notes, self._one_fewer, self.instance, self.spans
+        )
         # Leases of an engine that has left may still be read; nothing more is read for it.
         self.registry = Engines(
             config, self.memory, self._on_lease_end, self._on_served, self.jobs.abort_engine, self._before_retire
@@ -150,7 +156,15 @@ class Ferry:
             return request_id in (None, transfer.request_id) and state in (None, transfer.state_of_all)
 
         found, cursor, whole = self.jobs.listed(since, limit, wanted)
-        return [json_of(transfer) for transfer in found], cursor, whole
+        records = [json_of(transfer) for transfer in found]
+        if whole and len(records) < limit:
+            before = [
+                each.body
+                for each in self.history.earlier
+                if request_id in (None, each.request_id) and state in (None, each.state)
+            ]
+            records = before[len(records) - limit :] + records
+        return records, cursor, whole
 
     async def wait_request(self, request_id: str, wait_s: float) -> None:
         """Until the request's transfer has come and ended, at most `wait_s`."""
@@ -422,6 +436,18 @@ class Ferry:
             process_bytes=heap.resident(),
         )
 
+    async def told(self, span_s: int, step_s: int, since: float, *, peers: bool) -> schemas.History:
+        """Raises KvferryError (`history_unreadable`)."""
+        self.notes.flush()
+        now = time.time()
+        try:
+            told = await asyncio.to_thread(self.history.told, span_s, step_s, since, peers=peers)
+        except OSError as error:
+            why, remedy = f"the history cannot be read: {error}", "look at the state folder"
+            raise Unavailable("history_unreadable", why, remedy=remedy) from None
+        points, marks, of_peers = told
+        return schemas.History(now=now, span_s=span_s, step_s=step_s, points=points, marks=marks, peers=of_peers)
+
     def scrape(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) of /metrics; gauges are as things stand now."""
         regions = [region for session in self.registry.sessions for region in session.regions.values()]
@@ -472,6 +498,7 @@ class Ferry:
 
     def _set_draining(self, draining: bool, asked_by: str) -> None:
         self.jobs.draining = draining
+        self.history.mark(schemas.MarkKind.DRAIN if draining else schemas.MarkKind.CANCELLED, f"by {asked_by}")
         for engine in self.registry:
             self.jobs.hand_back(engine)
         self.roster.say_draining(draining)
@@ -517,6 +544,7 @@ class Ferry:
                 Step("close the seed", self.roster.seed.close),
                 Step("close the peers", self.peers_known.close),
                 Step("write the notes", self.notes.flush),
+                Step("close the history", self.history.close),
                 Step("close the spans", self._close_spans),
             ],
             instance=self.instance,
@@ -551,7 +579,11 @@ class Ferry:
         )  # fmt: skip
 
     def _on_served(self, engine_id: str, nbytes: int) -> None:
-        self.notes.add(partial(self.metrics.bytes_served, engine_id, nbytes))
+        self.notes.add(partial(self._note_served, engine_id, nbytes))
+
+    def _note_served(self, engine_id: str, nbytes: int) -> None:
+        self.metrics.bytes_served(engine_id, nbytes)
+        self.history.served(engine_id, nbytes)
 
     def _before_retire(self, engine: Engine, why: str) -> list[Step]:
         return [

@@ -13,8 +13,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -27,6 +29,8 @@ from load import SHAPE, Engine, Load
 from ranks import Blocks, Kv
 from wire import TCP
 
+from kvferry.errors import KvferryError
+from kvferry.schemas import SourceBody
 from kvferryd.demo import fleet
 from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.process.keeper import HELP
@@ -132,6 +136,56 @@ def test_what_ucx_does_when_a_reader_dies_in_mid_read_costs_the_source_failed_re
             aborted += serving(source) != pid
     died = f"source died {aborted} times"
     record_property("seen", [f"reader killed in mid-read {times} times, over TCP", died, "", ""])
+
+
+def test_the_history_outlives_the_daemons_of_a_keeper(load: Load, pair: list[DaemonService]) -> None:
+    """The request that was under way is listed, with its end, by the daemon after the next, too."""
+    source, reader = pair
+    with load.running():
+        load.more()
+    half, blocks = f"half-{load.source.name}", Blocks((0, 1, 2, 3), 0)
+    load.source.client.publish(half, blocks.tables(), 10, more=True)
+    named = SourceBody(engine_id=load.source.name, address=source.peer)
+    receiving = load.reader.client.receive(half, blocks.tables(), source=named)
+
+    def under_way() -> list[str]:
+        records = asked(reader, f"/v1/transfers?request_id={half}")["transfers"]
+        return [each["transfer_id"] for each in records if each["waits_for"] == "publish"]
+
+    eventually(under_way, "half of it is read")
+    (half_read,) = under_way()
+    died = kill(reader, signal.SIGKILL)
+    with pytest.raises(KvferryError):
+        receiving.result(TIMEOUT_S)
+    eventually(lambda: serving(reader) != died, "another daemon serves")
+    before = serving(reader)
+    reader.signal(signal.SIGHUP)
+    eventually(lambda: serving(reader) != before, "the new one serves")
+
+    records = {each["transfer_id"]: each for each in asked(reader, "/v1/transfers?limit=1000")["transfers"]}
+    died_with = records[half_read]
+    assert (died_with["state"], died_with["error"]["code"]) == ("failed", "daemon_died")
+    assert "SIGKILL" in died_with["error"]["message"] and died_with["source"]["engine_id"] == load.source.name
+    assert Counter(each["state"] for each in records.values())["done"] == load.done
+
+    told = asked(reader, "/v1/history?peers=true")
+    (peer,) = told["peers"]
+    points = told["points"]
+    assert peer["engine_id"] == load.source.name
+    assert load.done == peer["done"] == sum(each["done"] for each in points)
+    assert peer["failures"]["daemon_died"] == sum(each["failures"].get("daemon_died", 0) for each in points) == 1
+    assert peer["p50_ms"] <= peer["p99_ms"] and peer["read_bytes"] > 0
+    marks = [(each["kind"], each["why"]) for each in told["marks"]]
+    death = ("death", "it was ended by SIGKILL")
+    assert marks[:3] == [("start", ""), death, ("start", death[1])]
+    assert [kind for kind, _ in marks[3:]] == ["drain", "stop", "upgrade"]
+    served = [each["served_bytes"] for each in asked(source, "/v1/history")["points"]]
+    assert sum(served) == peer["read_bytes"]
+
+
+def asked(daemon: DaemonService, path: str) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{daemon.url}{path}", trust_env=False, timeout=60).raise_for_status().json()
+    return answer
 
 
 def test_the_next_daemon_has_all_that_the_one_before_had(

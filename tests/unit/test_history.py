@@ -144,18 +144,18 @@ def test_it_takes_no_more_than_20_mb_with_64_peers(file: File, clock: Clock) -> 
 
 
 def test_the_state_folder_is_for_one_daemon(tmp_path: Path) -> None:
-    first = opened(tmp_path / "state", None)
+    first = opened(tmp_path / "state")
     first.ended(share(), "p")
     with pytest.raises(KvferryError, match="another daemon"):
-        opened(tmp_path / "state", None)
+        opened(tmp_path / "state")
     first.close()
-    assert opened(tmp_path / "state", None).told(300, MINUTE, 0)[0][0].done == 1
+    assert opened(tmp_path / "state").told(300, MINUTE, 0)[0][0].done == 1
     (tmp_path / "file").touch()
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "history")
     for name in ("file", "pipe"):
         with pytest.raises(KvferryError) as refused:
-            opened(tmp_path / name, None)
+            opened(tmp_path / name)
         assert (refused.value.code, refused.value.field) == ("bad_config", "state")
 
 

@@ -26,6 +26,7 @@ from kvferryd.config.types import (
     Dial,
     File,
     Flag,
+    Folder,
     Form,
     Listen,
     Peers,
@@ -108,6 +109,11 @@ class Config(BaseModel):
     max_transfers: Whole = _about(256, "unfinished transfers; more orders are answered 429", ge=1)
     max_leases: Whole = _about(4096, "live leases; more are refused", ge=1, le=1 << 20)
     history: Whole = _about(1000, "ended transfers that can still be looked up", ge=0)
+    state: Folder = _about(
+        None,
+        "a folder for this daemon alone, whose file keeps the history (GET /v1/history) when the process ends, also "
+        "that of a keeper. Without it a keeper keeps it in memory, and a daemon of its own begins anew",
+    )
     drain_timeout_s: Seconds = _about(300.0, "longest wait for leases to be read at exit", ge=0, le=86400)
     require_rdma: Flag = _about(False, "without RDMA or NVLink, /readyz says no")
     nixl_threads: Whole = _about(0, "extra NIXL worker threads; 0: none", ge=0, le=64)

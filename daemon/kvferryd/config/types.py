@@ -87,6 +87,12 @@ def _socket(path: Path) -> Path:
     return path
 
 
+def _folder(path: Path) -> Path:
+    if path.exists() and not path.is_dir():
+        raise Wrong("is no folder")
+    return path.absolute()
+
+
 def _file(path: Path) -> Path:
     """A file that is there, can be read and is not empty: better known at the start than at the first request."""
     try:
@@ -160,6 +166,9 @@ Flag = Annotated[bool, BeforeValidator(lambda raw: raw.strip() if isinstance(raw
 Whole = Annotated[int, BeforeValidator(_no_flag)]
 Seconds = Annotated[float, BeforeValidator(_no_flag)]
 File = Annotated[Annotated[Path, AfterValidator(_file)] | None, Form("a path of a readable file", "FILE")]
+Folder = Annotated[
+    Annotated[Path, AfterValidator(_folder)] | None, Form("a path of a folder, which is made if need be", "FOLDER")
+]
 SecretFile = Annotated[
     Annotated[Path, AfterValidator(_secret_file)] | None,
     Form(f"a path of a file with one or two lines of {SHORTEST_SECRET} characters or more", "FILE"),

@@ -28,8 +28,9 @@ class Keeper:
         self._channel.set_inheritable(False)
         self._lock = threading.Lock()
         self.peers: File | None = None
-        """Peers that were met: the daemon before has written it for this one, and this one writes it for the next. It
-        is there from `turn` on, and ends with the process."""
+        self.history: File | None = None
+        """Peers that were met, and what was done: the daemon before has written them for this one, and this one writes
+        them for the next. They are there from `turn` on."""
 
     def turn(self, log_format: str, drain_timeout_s: float) -> str:
         """Wait until this daemon is the one to serve: what became of the one before it, or nothing if it is the first.
@@ -39,11 +40,10 @@ class Keeper:
         """
         self._say({"log_format": log_format, "drain_timeout_s": drain_timeout_s})
         self._say(LOADED)
-        said, files, _, _ = socket.recv_fds(self._channel, MOST, 1, socket.MSG_CMSG_CLOEXEC)
+        said, files, _, _ = socket.recv_fds(self._channel, MOST, 2, socket.MSG_CMSG_CLOEXEC)
         if not said:
             raise EOFError
-        if files:
-            self.peers = File(files[0])
+        self.peers, self.history = [*map(File, files), None, None][:2]
         return str(json.loads(said))
 
     def serving(self) -> None:

@@ -289,13 +289,13 @@ class History:
             log.warning("the history cannot be written", error=str(error))
 
 
-def opened(folder: Path | None, given: int | None, because: str = "") -> History:
-    """The history in the state folder, in the keeper's file, or in memory of our own. given: the keeper's descriptor.
+def opened(folder: Path | None = None, given: File | None = None, because: str = "") -> History:
+    """The history in the state folder, in the keeper's file, or in memory of our own. given: the keeper's.
 
     Raises KvferryError (`bad_config`).
     """
     if folder is None:
-        return History(File(os.memfd_create("kvferry-history") if given is None else given), because)
+        return History(given or File(os.memfd_create("kvferry-history", os.MFD_CLOEXEC)), because)
     path = folder / "history"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""`kvferry keep`: the daemon's parent, which starts it again when it dies and holds the GPU memory that outlives it.
+"""`kvferry keep`: the daemon's parent, which starts it again when it dies, and holds what outlives it: GPU memory and
+the history.
 
 A second daemon stands by: it has imported everything and waits for its turn, so that none of the imports is waited for
 when the first one dies. Nothing of NIXL, gRPC or a peer comes into this process; it hears its own daemons only.
@@ -84,8 +85,9 @@ class Keeper:
         self._log = Writer(2, lambda lost: self._line(f"{LOST}: {lost}"))
         self._selector = selectors.DefaultSelector()
         self._held = Held(self._selector, self._report)
-        self._peers = os.memfd_create("kvferry-peers", os.MFD_CLOEXEC)
-        """A file that each daemon has in its turn: what it has met, for the next one. Nothing is read of it here."""
+        self._files = [os.memfd_create(f"kvferry-{name}", os.MFD_CLOEXEC) for name in ("peers", "history")]
+        """Files that each daemon has in its turn: what it has met and done, for the next one. Nothing is read of them
+        here."""
         self._daemons: dict[int, Daemon] = {}
         self._machine, self._events = keeper.Keeper(), deque[e.KeeperEvent]()
         self._status: int | None = None
@@ -121,7 +123,7 @@ class Keeper:
                 self._start(number)
             case e.Turn(number, why):
                 if number in self._daemons:
-                    _say(self._daemons[number].channel, why, self._peers)
+                    _say(self._daemons[number].channel, why, *self._files)
             case e.Signal(number, which):
                 if number in self._daemons:
                     self._daemons[number].signal(which)

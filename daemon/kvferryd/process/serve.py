@@ -36,6 +36,7 @@ from kvferryd.copy.cuda import load
 from kvferryd.ferry import Ferry
 from kvferryd.memory.kept import Keeper
 from kvferryd.observe import logs
+from kvferryd.observe.history import History, opened
 from kvferryd.observe.metrics import Metrics, total
 from kvferryd.process import heap
 from kvferryd.transport import nixl, ucx
@@ -72,6 +73,7 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
     gc.collect()
     gc.freeze()
     gc.enable()
+    before = ""
     if keeper is not None:
         try:
             before = keeper.turn(config.log_format, config.drain_timeout_s)
@@ -81,10 +83,11 @@ def run(config: Config, keeper_fd: int | None = None) -> int:
             log.warning("serving in place of another daemon", because=before)
     for warning in config.warnings():
         log.warning(warning)
-    return asyncio.run(_serve(config, keeper, listening))
+    history = opened(config.state, keeper.history if keeper else None, before)
+    return asyncio.run(_serve(config, keeper, history, listening))
 
 
-async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, str]) -> int:
+async def _serve(config: Config, keeper: Keeper | None, history: History, listening: Mapping[str, str]) -> int:
     stopping, now = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
@@ -96,7 +99,7 @@ async def _serve(config: Config, keeper: Keeper | None, listening: Mapping[str, 
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(_ignore_signals)  # a late signal must not kill a process that stops cleanly
         metrics = Metrics()
-        ferry = Ferry(config, metrics, keeper)
+        ferry = Ferry(config, metrics, keeper, history)
         await stack.enter_async_context(_peer_server(ferry))
         await stack.enter_async_context(_engine_server(ferry))
         stack.push_async_callback(ferry.close)  # before the servers: it ends their streams

@@ -56,6 +56,21 @@ def record_of(transfer: Transfer) -> TransferRecord:
     )
 
 
+def began_of(transfer: Transfer) -> dict[str, object]:
+    """The fields of its record by which the next daemon names it, if this one dies."""
+    source = transfer.order.source if transfer.order else None
+    return {
+        "transfer_id": transfer.transfer_id,
+        "request_id": transfer.request_id,
+        "engine_id": transfer.own.engine_id,
+        "source": source.model_dump() if source else None,
+        "state": TransferState.WAITING,
+        "attempt": transfer.attempt.number,
+        "slowest_rank": transfer.own.rank,
+        "created_at": transfer.created_at,
+    }
+
+
 def json_of(transfer: Transfer) -> bytes:
     """The record as JSON. Kept until something changes: many may look at many records."""
     made_of = transfer.changes, transfer.nbytes, transfer.waits_for, transfer.attempt, transfer.lease

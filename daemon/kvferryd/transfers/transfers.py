@@ -19,6 +19,7 @@ from kvferryd.aio import Notes, Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
+from kvferryd.observe.history import History
 from kvferryd.observe.metrics import Metrics
 from kvferryd.observe.spans import Spans
 from kvferryd.peers.introduce import reader_of
@@ -27,7 +28,7 @@ from kvferryd.transfers.book import Book
 from kvferryd.transfers.claims import written
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import Ranks
-from kvferryd.transfers.record import share_of
+from kvferryd.transfers.record import began_of, json_of, share_of
 from kvferryd.transfers.transfer import Surroundings, Transfer
 
 log = logs.get(__name__)
@@ -37,13 +38,14 @@ class Transfers(Book):
     """Owns every transfer: `close` aborts those that are under way. Rank 0 leads: `order` is for its daemon."""
 
     def __init__(
-        self, config: Config, peers: Peers, metrics: Metrics, notes: Notes, one_fewer: Callable[[], None],
-        instance: str, spans: Spans | None = None,
+        self, config: Config, peers: Peers, metrics: Metrics, history: History, notes: Notes,
+        one_fewer: Callable[[], None], instance: str, spans: Spans | None = None,
     ) -> None:  # fmt: skip
         """one_fewer: called when a transfer's part on this rank has ended and nothing can be written any more.
         instance: of this daemon."""
         super().__init__(instance[:8])
         self._config, self._metrics, self._notes, self._spans = config, metrics, notes, spans
+        self._history = history
         self._one_fewer = one_fewer
         self._engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
         """By life."""
@@ -89,9 +91,23 @@ class Transfers(Book):
             raise answer.why
         assert isinstance(answer, e.Taken)
         try:
-            return self._by_part[answer.part], answer.new
+            transfer = self._by_part[answer.part]
         except KeyError:
             raise Internal("internal", "the daemon failed to begin a transfer") from None
+        # At the loop's next turn: the transfer itself goes first.
+        asyncio.get_running_loop().call_soon(self._begun, transfer)
+        return transfer, answer.new
+
+    def _begun(self, transfer: Transfer) -> None:
+        if not transfer.over_number:
+            self._history.began(began_of(transfer))
+
+    def _is_over(self, transfer: Transfer) -> None:
+        self.over(transfer)
+        self._notes.add(functools.partial(self._note_over, transfer))
+
+    def _note_over(self, transfer: Transfer) -> None:
+        self._history.over(transfer.transfer_id, json_of(transfer))
 
     def _do(self, effect: e.Effect) -> None:
         match effect:
@@ -253,7 +269,7 @@ class Transfers(Book):
 
     def _on_end(self, transfer: Transfer, engine: Engine) -> None:
         if over := transfer.over:
-            self.over(transfer)
+            self._is_over(transfer)
         self._on(e.Ended(transfer.part, transfer.problem, over))
         self._notes.add(functools.partial(self._note_end, transfer))
 
@@ -262,6 +278,7 @@ class Transfers(Book):
         transfer.tell_sources(share.phases_ms)
         source = transfer.order.engine_id if transfer.order else ""
         self._metrics.transfer_ended(share, source)
+        self._history.ended(share, source)
         if self._spans is not None:
             self._spans.transfer(
                 share, transfer.request_id, transfer.created_at, transfer.trace, transfer_id=transfer.transfer_id,
@@ -286,7 +303,7 @@ class Transfers(Book):
 
     def _on_over(self, transfer: Transfer) -> None:
         if transfer.over and not transfer.over_number:
-            self.over(transfer)
+            self._is_over(transfer)
             self._on(e.Over(transfer.part))
 
     def _on_quiet(self, transfer: Transfer) -> None:

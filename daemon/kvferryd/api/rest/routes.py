@@ -15,6 +15,7 @@ from kvferry.errors import Malformed, Unavailable
 from kvferryd.api.rest.openapi import problems
 from kvferryd.ferry import Ferry
 from kvferryd.observe import logs
+from kvferryd.observe.history import DAY_S, MINUTE_S, SECONDS_S
 
 T = TypeVar("T")
 LONGEST_WAIT_S = 60.0
@@ -207,6 +208,27 @@ def daemon(ferry: Ferry) -> APIRouter:
     async def totals() -> schemas.Totals:
         """Totals held now and moved so far: a daemon's throughput is the difference of two answers."""
         return ferry.totals()
+
+    @router.get("/v1/history", responses=problems(503))
+    async def history(
+        span_s: Annotated[int, Query(ge=SECONDS_S, le=DAY_S, description="how far back, in seconds")] = 3600,
+        step_s: Annotated[
+            int,
+            Query(
+                ge=SECONDS_S, le=3600, description="seconds of a point: 5 (of the last 300 s only), or a multiple of 60"
+            ),
+        ] = MINUTE_S,
+        since: Annotated[
+            float, Query(ge=0, allow_inf_nan=False, description="nothing that has ended before, in seconds since 1970")
+        ] = 0.0,
+        peers: Annotated[bool, Query(description="figures of each peer over the span, too")] = False,
+    ) -> schemas.History:
+        """Figures of the last day by the minute, and marks of starts, deaths, upgrades and drains. Under a keeper, or
+        with a state folder, those of daemons before this one too."""
+        if step_s != SECONDS_S and step_s % MINUTE_S:
+            remedy = "ask for 5, or a multiple of 60"
+            raise Malformed("malformed_request", "no such step is kept", field="step_s", value=step_s, remedy=remedy)
+        return await ferry.told(span_s, step_s, since, peers=peers)
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def scrape(request: Request) -> Response:
