@@ -36,6 +36,7 @@ from kvferryd.paths import PathName, refusals
 from kvferryd.peers import allow
 from kvferryd.peers.certificates import CertificateFiles, Certificates
 from kvferryd.peers.contact import Contact
+from kvferryd.peers.inbound import Inbound
 from kvferryd.peers.known import KnownPeers
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
@@ -76,10 +77,9 @@ class Ferry:
         self.certificates = CertificateFiles.of(config)
         self.proof = self.certificates or _shared_secret(config)
         """How peers prove themselves; None on loopback only."""
-        self.peers_known = Peers(config, metrics, self.proof, Remembered(keeper.peers if keeper else None))
-        self.roster = Roster(
-            config, self.peers_known.channels, Seed(), self.instance, lambda engine: self.jobs.on_roster(engine)
-        )
+        remembered = Remembered(keeper.peers if keeper else None)
+        self.peers_known, self.inbound = Peers(config, metrics, self.proof, remembered), Inbound(remembered)
+        self.roster = Roster(config, self.peers_known.channels, Seed(), self.instance, self._on_roster)
         self.spans = spans.made(self.instance)
         self.notes = Notes(lambda: self.jobs.unfinished > 0)
         self.jobs = Transfers(
@@ -387,8 +387,8 @@ class Ferry:
                 reasons.append(f"{name}: {why}: start the daemon and the engine again")
             if draining := sorted(engine.draining - {engine.rank}):
                 reasons.append(f"{name}: ranks {draining} are draining")
-            if awaited := self.peers_known.awaited(engine):
-                reasons.append(f"{name}: {awaited} peers of the daemon before this one are being met")
+            if awaited := self.peers_known.awaited(engine) + self.inbound.awaited(engine):
+                reasons.append(f"{name}: {awaited} peers of the daemon before are not back yet")
             if engine.unseeded:
                 reasons.append(f"{name}: the daemon that keeps its roster does not answer: {engine.unseeded}")
         if self.config.require_rdma and self.config.device == "cpu":
@@ -577,6 +577,10 @@ class Ferry:
             readers=[f"{each.who.engine_id}/{each.who.rank} {each.state} {each.nbytes}" for each in account.readers],
             **logs.Trace(*account.trace).about,
         )  # fmt: skip
+
+    def _on_roster(self, engine: Engine) -> None:
+        self.jobs.on_roster(engine)
+        self.peers_known.notice(engine)
 
     def _on_served(self, engine_id: str, nbytes: int) -> None:
         self.notes.add(partial(self._note_served, engine_id, nbytes))

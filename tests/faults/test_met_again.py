@@ -73,19 +73,38 @@ def ready_again(engine: Engine, gone: int) -> None:
     eventually(lambda: httpx.get(url, trust_env=False, timeout=TIMEOUT_S).status_code == 200, "it is ready")
 
 
-def test_the_first_request_after_a_crash_of_the_readers_daemon_shakes_no_hands(
-    own_fleet: Fleet, request_id: str
+@pytest.mark.parametrize("side", ["source", "reader"])
+def test_the_first_request_after_a_crash_of_either_daemon_shakes_no_hands(
+    own_fleet: Fleet, request_id: str, side: str
 ) -> None:
     with engines(own_fleet, request_id) as (source, reader):
+        victim = source if side == "source" else reader
         moved(source, reader, f"{request_id}-first")
         before = moved(source, reader, f"{request_id}-later")
-        for count in range(2):  # the one after the next has it, too
-            eventually(lambda: stands_by(reader.daemon), "another daemon stands by")
-            killed(reader)
+        for count in range(2):  # the daemon after the next has it, too
+            eventually(lambda: stands_by(victim.daemon), "another daemon stands by")
+            killed(victim)
             shaken = handshakes(reader.daemon)
             after = moved(source, reader, f"{request_id}-after-{count}")
-            assert handshakes(reader.daemon) == shaken == {"ok": 1.0}
+            assert handshakes(reader.daemon) == shaken == {"ok": 1.0 if side == "reader" else count + 2.0}
             assert (after.path, after.phases_ms.keys()) == (before.path, before.phases_ms.keys())
+
+
+def test_after_an_upgrade_of_all_daemons_no_request_shakes_hands(own_fleet: Fleet, request_id: str) -> None:
+    """As of all keepers of a host: one daemon is back before the other."""
+    with engines(own_fleet, request_id) as (source, reader):
+        before = moved(source, reader, f"{request_id}-before")
+        gone = {engine: serving(engine.daemon) for engine in (source, reader)}
+        for engine in gone:
+            engine.daemon.signal(signal.SIGHUP)
+        for engine, pid in gone.items():
+            assert "has gone" in engine.said.get(timeout=TIMEOUT_S)
+            ready_again(engine, pid)
+        shaken = handshakes(reader.daemon)
+        after = moved(source, reader, f"{request_id}-after")
+        assert handshakes(reader.daemon) == shaken
+        assert shaken["ok"]
+        assert (after.path, after.phases_ms.keys()) == (before.path, before.phases_ms.keys())
 
 
 @pytest.mark.parametrize("peer", ["stopped", "gone"])

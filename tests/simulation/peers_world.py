@@ -614,7 +614,7 @@ class World:
         living = [each for each in self.sources if self._is_known(each)]
         for each in living:
             self._lose(self.peers.known(each.engine_id).number)
-        for _ in range(int(2 * AGAIN_S / LOOK_S)):
+        for _ in range(int(2 * AGAIN_S[1] / LOOK_S)):
             self.pass_time(LOOK_S)
             self.run_dry()
         for each in living:

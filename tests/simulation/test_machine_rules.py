@@ -27,7 +27,7 @@ from kvferry.protocol.leader import TOLD_AGAIN, Leader
 from kvferry.protocol.packing import IDLE_S, Packing
 from kvferry.protocol.peers import NAMES, Peers
 from kvferry.protocol.peers_homes import Homes
-from kvferry.protocol.peers_wanted import AGAIN_S, AT_ONCE, BACK_S, HAD, Wanted
+from kvferry.protocol.peers_wanted import AT_ONCE, BACK_S, GONE_S, HAD, Wanted
 from kvferry.protocol.reading import Computed, Following
 from kvferry.protocol.requests import Requests
 from kvferry.protocol.roster import Rosters
@@ -70,13 +70,13 @@ def test_an_engine_that_was_met_is_tried_again_soon_and_not_for_ever() -> None:
     wanted, now, place = Wanted(), 0.0, ("p", "a")
     wanted.met(place, 1)
     wanted.drop(1, now)
-    assert (wanted.next(now), wanted.next_timer()) == ([], BACK_S)
+    assert (wanted.next(now), wanted.next_timer()) == ([], BACK_S[0])
     while (timer := wanted.next_timer()) is not None:
         now = timer
         assert wanted.next(now) == [place]
         wanted.failed(place, SILENT, now)
         wanted.check()
-    assert (place in wanted, AGAIN_S < now < 2 * AGAIN_S) == (False, True)
+    assert (place in wanted, GONE_S <= now < GONE_S + 2 * BACK_S[1]) == (False, True)
 
 
 def test_so_many_engines_that_were_met_are_kept() -> None:

@@ -186,7 +186,7 @@ UNDER_WAY: dict[str, Row] = {
     "Meeting._naming": lambda kept: kept("Wanted._asked"),
     # These worlds have no rosters, keepers, known peers or engines that hand files over.
     **dict.fromkeys(
-        ("KnownPeers._looking", "KnownPeers._resolved", "Wanted._named", "Wanted._awaited",
+        ("KnownPeers._looking", "KnownPeers._resolved", "Wanted._named", "Wanted._awaited", "_Readers.awaited",
          "Roster._challenges", "Roster._places", "Roster._rest", "Rosters._rosters", "Rosters._of", "Seed._told"),
         lambda kept: 0,
     ),
@@ -254,6 +254,9 @@ REMEMBERED: dict[str, Row] = {
     "Wanted._had": lambda kept: kept.others,
     "Wanted._met": lambda kept: kept("Wanted._had"),
     "Wanted._failed": lambda kept: kept("Wanted._had"),
+    "Inbound._of": lambda kept: 1,
+    "_Readers.streams": lambda kept: kept("Source.streams"),
+    "_Readers.left": lambda kept: 2 * kept.others,
     "Introductions._layouts": lambda kept: kept.of("PeerRank") + kept.others,
     "Peer.addresses": lambda kept: (kept.ranks + peers.NAMES) * kept.of("PeerEngine"),
     "PeerEngine.loaded": lambda kept: kept.ranks * kept.of("PeerEngine"),

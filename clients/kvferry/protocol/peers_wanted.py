@@ -15,12 +15,12 @@ from kvferry.protocol.values import Sizes
 AT_ONCE = 32
 """Places that are asked at a time. Places that have failed before take half of the room: their silence keeps no other
 from being met."""
-AGAIN_S = 60.0
-"""The longest pause before an address of the settings that cannot be met is tried again. An engine for which it would
-be longer is given up."""
-FIRST_S, BACK_S = 1.0, 0.1
-"""The first pause: for an address of the settings, and for an engine that was met, whose next daemon may be up at
-once."""
+AGAIN_S = (1.0, 60.0)
+"""The first and the longest pause before an address of the settings that cannot be met is tried again."""
+BACK_S = (0.1, 2.0)
+"""The same for an engine that was met, whose next daemon may be up at once."""
+GONE_S = 60.0
+"""An engine that was met and has not come back for so long is left to orders."""
 HAD = 1024
 """Engines that were met. The one met last is kept for longest."""
 
@@ -29,6 +29,7 @@ HAD = 1024
 class _Failed:
     times: int
     """In a row."""
+    since: float
     code: str
 
 
@@ -113,7 +114,7 @@ class Wanted:
         for place in [place for place, each in self._met.items() if each == number]:
             del self._met[place]
             if place not in self._named:
-                self._resting.set(place, now + BACK_S)
+                self._resting.set(place, now + BACK_S[0])
 
     # ---- asking ----
 
@@ -149,13 +150,13 @@ class Wanted:
         self._awaited.discard(place)
         if place not in self or place in self._met:  # an order has met it meanwhile
             return False
-        before, named = self._failed.get(place, _Failed(0, "")), place in self._named
-        pause_s = (FIRST_S if named else BACK_S) * 2.0 ** min(before.times, 16)
-        if pause_s > AGAIN_S and not named:
+        before, named = self._failed.get(place, _Failed(0, now, "")), place in self._named
+        if now >= before.since + GONE_S and not named:
             self.leave(place[0])
             return False
-        self._resting.set(place, now + min(AGAIN_S, pause_s))
-        self._failed[place] = _Failed(before.times + 1, why.code)
+        first_s, longest_s = AGAIN_S if named else BACK_S
+        self._resting.set(place, now + min(longest_s, first_s * 2.0 ** min(before.times, 16)))
+        self._failed[place] = _Failed(before.times + 1, before.since, why.code)
         return why.code != before.code
 
     def shut(self) -> None:

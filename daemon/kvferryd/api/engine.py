@@ -231,6 +231,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         engine.weights = weights
         self._ferry.roster.follow(engine)
         self._ferry.peers_known.expect(engine)
+        self._ferry.inbound.expect(engine)
         self._ferry.known_peers.look()
         nbytes = sum(region.nbytes for region in manifest.regions)
         log.info("engine registered", **session.rank._asdict(), components=len(manifest.components), bytes=nbytes)

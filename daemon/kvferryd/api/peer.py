@@ -133,9 +133,10 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 engine.leases, who, gatherer, retired, announcing=announcing, peer=context.peer(),
                 several=opening.several,
             )  # fmt: skip
-            async with aclosing(served.replies(requests)) as replies:
-                async for reply in replies:
-                    yield reply
+            with self._ferry.inbound.reading(engine, who):
+                async with aclosing(served.replies(requests)) as replies:
+                    async for reply in replies:
+                        yield reply
             self._as_met(opening)  # raises when it is over: the reader shakes hands anew
         except KvferryError as error:
             # As a message: gRPC loses the status of a call whose caller is writing when it ends.

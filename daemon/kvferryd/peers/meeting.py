@@ -18,12 +18,11 @@ from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.handshake import Handshakes
+from kvferryd.peers.inbound import AWAITED_S
 from kvferryd.peers.introduce import Introductions
 from kvferryd.peers.peer import PeerEngine
 
 log = logs.get(__name__)
-AWAITED_S = 3.0
-"""The longest that peers of the daemon before keep the one that has taken over from being ready."""
 END_S = 5.0
 """The longest wait for what is under way when our engine ends."""
 
@@ -87,7 +86,7 @@ class Meeting:
                 self.on(e.GiveUp(asker))
 
     def want(self, addresses: tuple[str, ...]) -> None:
-        self._notice()
+        self.notice()
         self.on(e.Want(addresses))
 
     def take_over(self, had: tuple[e.Place, ...]) -> None:
@@ -100,8 +99,8 @@ class Meeting:
         """Engines of the daemon before that are being met, for AWAITED_S at most."""
         return self.machine.wanted.awaited if time.monotonic() < self._taken_over_at + AWAITED_S else 0
 
-    def _notice(self) -> None:
-        """Streams end by themselves."""
+    def notice(self) -> None:
+        """Peers are lost by themselves."""
         for peer in list(self.machine):
             if not peer.lost and self._met[peer.number].lost:
                 self.on(e.Lost(peer.number))
@@ -173,6 +172,7 @@ class Meeting:
 
         for rank in peer.ranks.values():
             rank.channel.contact.met()
+            rank.stream.when_over(self.notice)
             if rank.mapped.call is not None:
                 rank.mapped.call.add_done_callback(gone)
 
@@ -193,7 +193,7 @@ class Meeting:
             self.on(e.Unmet(number, _typed(error)))
         else:
             self._met[number] = peer
-            self._notice()
+            self.notice()
             self.on(e.Met(number, peer.home))
 
     async def _name(self, place: e.Place) -> None:

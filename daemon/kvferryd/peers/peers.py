@@ -56,7 +56,7 @@ class Peers:
         """An engine is there that may read: meet whom it had met before, and do now what its next handshake would wait
         for."""
         self._prepare()
-        if had := self._remembered.of(engine.engine_id):
+        if had := self._remembered.of(engine.engine_id).met:
             self._meeting(engine).take_over(had)
 
     def _prepare(self) -> None:
@@ -98,6 +98,11 @@ class Peers:
         if meeting is not None and peer.place is not None:  # else our engine has ended, and the peer with it
             meeting.on(event(peer.place.number))
 
+    def notice(self, engine: Engine) -> None:
+        """The roster of our engine has changed: peers may know it by one that is over."""
+        if (meeting := self._of.get(engine)) is not None:
+            meeting.notice()
+
     def want(self, engine: Engine, addresses: tuple[str, ...]) -> None:
         """Meet whatever engines are at these addresses, and keep them: until this is called again with others."""
         if not engine.session.retiring:
@@ -114,7 +119,7 @@ class Peers:
 
     def _on_shaken(self, meeting: Meeting) -> None:
         self._prepare()
-        self._remembered.put(meeting.engine.engine_id, meeting.machine.wanted.had)
+        self._remembered.put(meeting.engine.engine_id, met=meeting.machine.wanted.had)
 
     async def renew(self) -> None:
         """Shake hands anew with everybody, by what proves us now. Transfers under way go on where they read."""
@@ -141,7 +146,7 @@ class Peers:
         bound = [meeting for meeting in self._of.values() if meeting.machine.is_bound(engine_id)]
         for meeting in bound:
             meeting.on(e.Unbind(engine_id))
-            self._remembered.put(meeting.engine.engine_id, meeting.machine.wanted.had)
+            self._remembered.put(meeting.engine.engine_id, met=meeting.machine.wanted.had)
         return bool(bound)
 
     async def forget_engine(self, engine: Engine) -> None:

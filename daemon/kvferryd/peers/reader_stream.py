@@ -61,6 +61,10 @@ class ReaderStream:
     def over(self) -> bool:
         return self._why is not None
 
+    def when_over(self, tell: Callable[[], None]) -> None:
+        """Called in a turn of the loop's own when it is over; at once where it is."""
+        self._reading.add_done_callback(lambda _: tell())
+
     def check(self) -> None:
         """Raises KvferryError when it is over."""
         if self._why is not None:
