@@ -31,7 +31,16 @@ from kvferry.digest import check_weights
 from kvferry.errors import Deadline, KvferryError, Malformed, PeerFailed
 from kvferry.file import File
 from kvferry.manifest import Manifest
-from kvferry.memory import CudaMemory, CudaRegion, SharedRegion, VmmMemory, cuda, open_cuda_region, open_region
+from kvferry.memory import (
+    CudaMemory,
+    CudaRegion,
+    SharedRegion,
+    VmmMemory,
+    cuda,
+    open_cuda_region,
+    open_descriptor_region,
+    open_region,
+)
 from kvferry.memory import vmm as cuda_vmm
 from kvferry.memory.fences import Fence, Fences
 from kvferry.outcomes import Lease, Pending, Received, TransferFailed, Unsettled, refuse
@@ -165,9 +174,9 @@ class EngineClient:
                 session=self.session, region=region, nbytes=nbytes, idempotency_key=key
             )
             memory = await self._session.call(self._session.stub.Allocate, request, _time_for(nbytes))
-            ticket = memory.cuda.ticket or memory.handed.ticket
+            ticket = memory.cuda.ticket or memory.handed.ticket or memory.vmm.ticket
             file = await self._session.fetch(ticket) if ticket else None
-            on_gpu = memory.WhichOneof("kind") == "cuda"
+            on_gpu = memory.WhichOneof("kind") != "handed"
             map_it = partial(_map, memory, region, file)
             return await self._made("map the memory", map_it, _time_for(nbytes), _unmap, on_gpu=on_gpu)
 
@@ -230,8 +239,11 @@ class EngineClient:
             memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(shared.exported)))
         elif isinstance(shared, CudaRegion):
             exported = await self._made(EXPORT, lambda: shared.exported, on_gpu=True)
-            memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(exported)))
-            memory.cuda.ticket = await self._session.hand_over([shared.file.fileno()])
+            ticket = await self._session.hand_over([shared.file.fileno()])
+            if isinstance(exported, cuda_vmm.Allocations):
+                memory.vmm.CopyFrom(_by_descriptors(ticket, exported, shared.device))
+            else:
+                memory.cuda.CopyFrom(engine_pb2.CudaAllocation(**asdict(exported), ticket=ticket))
         elif isinstance(shared, VmmMemory):
             export = partial(cuda_vmm.export, shared.device, shared.address, shared.nbytes)
             allocations = await self._made(EXPORT, export, end=cuda_vmm.Allocations.close, on_gpu=True)
@@ -239,11 +251,7 @@ class EngineClient:
                 ticket = await self._session.hand_over(allocations.files)
             finally:
                 allocations.close()
-            memory.vmm.CopyFrom(
-                engine_pb2.CudaAllocations(
-                    ticket=ticket, nbytes=allocations.nbytes, offset=allocations.offset, device_uuid=shared.device.uuid
-                )
-            )
+            memory.vmm.CopyFrom(_by_descriptors(ticket, allocations, shared.device))
         else:
             ticket = await self._session.hand_over([shared.file.fileno()])
             memory.handed.CopyFrom(engine_pb2.HandedFile(ticket=ticket, offset=shared.offset))
@@ -657,7 +665,12 @@ class EngineClient:
 
 
 def _map(memory: engine_pb2.Memory, region: int, file: File | None) -> SharedRegion | CudaRegion:
-    """Map here what the daemon has allocated. file: of host memory, or by which a keeper holds that of a GPU."""
+    """Map here what the daemon has allocated. file: the memory's own, or by which a keeper holds that of a GPU."""
+    if memory.WhichOneof("kind") == "vmm":
+        shared = memory.vmm
+        return open_descriptor_region(
+            file or File(-1), shared.offset, memory.nbytes, sum(shared.nbytes), shared.device_uuid, region
+        )
     if memory.WhichOneof("kind") == "cuda":
         given = memory.cuda
         place = given.handle, given.offset, memory.nbytes, given.allocation_nbytes, given.device_uuid
@@ -673,6 +686,12 @@ def _map(memory: engine_pb2.Memory, region: int, file: File | None) -> SharedReg
         mapped.close()
         raise
     return mapped
+
+
+def _by_descriptors(ticket: str, given: cuda_vmm.Allocations, device: cuda.Device) -> engine_pb2.CudaAllocations:
+    return engine_pb2.CudaAllocations(
+        ticket=ticket, nbytes=given.nbytes, offset=given.offset, device_uuid=device.uuid
+    )  # fmt: skip
 
 
 def _unmap(mapped: SharedRegion | CudaRegion) -> None:

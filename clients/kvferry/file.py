@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class File:
@@ -21,10 +21,14 @@ class File:
             for number in numbers:
                 copies.append(cls(os.dup(number)))
         except OSError:
-            for copy in copies:
-                copy.close()
+            cls.close_all(copies)
             raise
         return copies
+
+    @staticmethod
+    def close_all(files: Iterable[File]) -> None:
+        for file in files:
+            file.close()
 
     def fileno(self) -> int:
         """-1 once it is closed."""

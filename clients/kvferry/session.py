@@ -177,8 +177,8 @@ class Session:
             loop.call_later(PIPE_S if problem is None else 0, self._reader.cancel)
 
     async def fetch(self, ticket: str) -> File:
-        """As `kvferry.memory.handover.fetch`, on a thread."""
-        return await self._exchanged(partial(fetch, self._socket, self.id, ticket))
+        """As `kvferry.memory.handover.fetch` of one file, on a thread."""
+        return (await self._exchanged(partial(fetch, self._socket, self.id, ticket))).pop()
 
     async def _exchanged(self, exchange: Callable[[], T], end: Callable[[T], object] = lambda _: None) -> T:
         """Exchange files on a thread of its own: those of the loop may all wait for the engine's GPU. end: called with

@@ -220,7 +220,6 @@ def _meet(engine: Engine, socket_of: Callable[[int], str]) -> Iterator[str]:
 
 
 @policy(
-    but="same-node",
     not_shared=on_engine(lambda engine: engine.pod.pop("shareProcessNamespace")),
     host_pid=on_engine(lambda engine: engine.pod.update(hostPID=True)),
     host_ipc=on_engine(lambda engine: engine.pod.update(hostIPC=True)),
@@ -233,21 +232,6 @@ def the_containers_share_processes_and_nothing_of_the_host(cluster: Cluster) -> 
         for key in ("hostPID", "hostIPC", "hostNetwork"):
             if engine.pod.get(key):
                 yield f"{engine.name}: {key} is not needed"
-
-
-@policy(
-    only="same-node",
-    not_the_hosts=on_engine(lambda engine: engine.pod.pop("hostPID")),
-    both=on_engine(lambda engine: engine.pod.update(shareProcessNamespace=True)),
-    host_ipc=on_engine(lambda engine: engine.pod.update(hostIPC=True)),
-)
-def pods_of_a_node_share_its_processes(cluster: Cluster) -> Iterator[str]:
-    """Kubernetes refuses hostPID beside shareProcessNamespace."""
-    for engine in cluster.engines:
-        if not engine.pod.get("hostPID") or "shareProcessNamespace" in engine.pod:
-            yield f"{engine.name}: hostPID alone makes process numbers of two pods different"
-        if engine.pod.get("hostIPC") or engine.pod.get("hostNetwork"):
-            yield f"{engine.name}: more of the host than is needed"
 
 
 @policy(

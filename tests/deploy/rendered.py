@@ -73,7 +73,6 @@ VARIANTS = [
     _variant("gpu", "gpu dra monitoring proxy", **OPERATOR),
     _variant("gpu-rdma", "gpu dra rdma tls monitoring proxy", **RDMA, **OPERATOR),
     _variant("gpu-runtime-class", "gpu runtime-class monitoring proxy", gpu={"mode": "runtimeClass"}, **OPERATOR),
-    _variant("gpu-same-node", "gpu dra same-node monitoring proxy", gpu={"sameNode": True}, **OPERATOR),
     _variant("gpu-tp2-one-node", "gpu dra proxy one-node", ranksPerPod=2, **UNWATCHED),
     _variant("gpu-tp2-two-nodes", "gpu dra rdma tls proxy two-nodes", nodes=2, **RDMA, **UNWATCHED),
     _variant("llm-d", "gpu dra rdma tls monitoring llm-d", front={"kind": "llm-d"}, **RDMA, **OPERATOR),

@@ -316,7 +316,6 @@ def test_a_policy_notices_what_is_removed(policy: Policy, lost: str) -> None:
         ({"tls": {"enabled": True}}, "no names for certificates"),
         ({"rdma": {"enabled": True}}, "without RDMA"),
         ({"nodes": 2}, "on one node"),
-        ({"gpu": {"mode": "node", "sameNode": True}}, "are one pod"),
     ],
 )
 def test_what_a_node_cannot_have_is_refused_in_words(more: dict[str, Any], said: str) -> None:

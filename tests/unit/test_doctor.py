@@ -188,6 +188,10 @@ def test_check_finds_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[
     assert "file is no folder this user may write to" in said
 
 
+def test_check_finds_a_node_dir_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "node is no folder that this user may write to" in checked(capsys, "--node-dir", str(tmp_path / "node"))
+
+
 @pytest.mark.parametrize("name", ["rest", "peer"])
 def test_check_finds_a_port_in_use(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

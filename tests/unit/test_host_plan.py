@@ -41,6 +41,12 @@ def test_a_gpu_keeps_its_ports_whichever_others_are_chosen() -> None:
     assert {each.config.roster for each in made} == {"127.0.0.1:7431"}, "the first of those that are there"
 
 
+def test_gpu_memory_is_shared_in_the_folder_unless_another_is_given() -> None:
+    assert [str(each.config.node_dir) for each in planned(gpus=2)] == ["/f", "/f"]
+    assert [str(each.config.node_dir) for each in planned({"KVFERRY_NODE_DIR": "/other"}, gpus=1)] == ["/other"]
+    assert [each.config.node_dir for each in planned(gpus=0, cpus=2)] == [None, None]
+
+
 def test_one_gpu_needs_no_roster_and_a_given_one_stays() -> None:
     assert [each.config.roster for each in planned(gpus=1)] == [None]
     assert {each.config.roster for each in planned({"KVFERRY_ROSTER": "127.0.0.1:9"}, gpus=2)} == {"127.0.0.1:9"}

@@ -13,11 +13,12 @@ from kvferry.memory.regions import (
     cuda_memory,
     memfd_region,
     open_cuda_region,
+    open_descriptor_region,
     open_file_region,
     open_region,
 )
 
 __all__ = [
     "CudaMemory", "CudaRegion", "SharedRegion", "VmmMemory", "cuda_memory", "memfd_region", "open_cuda_region",
-    "open_file_region", "open_region", "torch_pool",
+    "open_descriptor_region", "open_file_region", "open_region", "torch_pool",
 ]  # fmt: skip

@@ -47,6 +47,10 @@ class Exported:
     allocation_nbytes: int
     device_uuid: str
 
+    def opened(self, device: Device) -> Mapping:
+        """Mapped for this GPU. Raises KvferryError."""
+        return device.open(self.handle)
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -188,6 +192,10 @@ class Mapping:
     @property
     def nbytes(self) -> int:
         return self.device.allocation(self.address)[1]
+
+    def hold(self) -> Mapping:
+        """The mapping once more: it stays until what is returned is closed too."""
+        return self.device.open(self.handle)
 
     def close(self) -> None:
         """Idempotent. Nothing on the GPU may use the memory any more."""

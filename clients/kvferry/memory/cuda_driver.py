@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from typing import Any
 
 from kvferry.errors import Full, KvferryError, Unavailable
@@ -33,6 +33,21 @@ class Access(ctypes.Structure):
     _fields_ = (("location", Location), ("flags", c_int))
 
 
+class Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", Location),
+        ("windows", c_void_p),
+        ("compression", c_ubyte),
+        ("rdma", c_ubyte),
+        ("usage", c_ushort),
+        ("reserved", c_ubyte * 4),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -56,6 +71,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
     "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
+    "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(Properties), c_uint64),
     "cuMemRetainAllocationHandle": (POINTER(c_uint64), c_void_p),
     "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
     "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
@@ -87,12 +103,13 @@ _QUICK = frozenset(
 """Quick functions are called with the GIL held: to wait for it again can take some hundred microseconds."""
 _REMEDIES = {
     "cuMemAlloc_v2": "free memory on this GPU, or ask for fewer bytes",
+    "cuMemCreate": "free memory on this GPU, or ask for fewer bytes",
     "cuMemHostAlloc": "raise the limit of locked memory (capability IPC_LOCK), or ask for fewer bytes",
     "cuMemHostRegister_v2": "synchronise the stream on the host instead, and publish without a fence",
     "cuStreamWriteValue64_v2": "give a stream of the GPU that was named, or synchronise it and publish without a fence",
     "cuIpcOpenMemHandle_v2": "its exporter must live, be another process of this host, and its GPU reach this one",
     "cuIpcGetMemHandle": "only memory from cuMemAlloc or cudaMalloc can be exported, and only outside WSL",
-    "cuMemImportFromShareableHandle": "hand over descriptors of memory of this GPU, and let this process see it",
+    "cuMemImportFromShareableHandle": "hand over descriptors of GPU memory, and let this process see its GPU",
     "cuMemMap": "hand over the sizes that the allocations really have (kvferry.memory.vmm.export)",
     "cuPointerGetAttribute": "give an address inside memory of this GPU",
     "cuMemGetAddressRange_v2": "give an address inside memory of this GPU",

@@ -53,8 +53,8 @@ def open_pipe(engine_socket: str, session: str) -> tuple[socket.socket, Process 
         return pipe, Process.at(handing)
 
 
-def fetch(engine_socket: str, session: str, ticket: str) -> File:
-    """The file that the daemon has allocated, for the ticket that it gave.
+def fetch(engine_socket: str, session: str, ticket: str, count: int = 1) -> list[File]:
+    """The files that the daemon offers, so many for the ticket that it gave; the caller's to close.
 
     Blocks, each step at most 5 s. Raises KvferryError: `handover_failed`, or what the daemon refuses.
     """
@@ -62,13 +62,15 @@ def fetch(engine_socket: str, session: str, ticket: str) -> File:
     try:
         with _exchange(engine_socket) as handing:
             handing.sendall(framed(engine_pb2.Handover(session=session, ticket=ticket)))
-            head, numbers, _, _ = socket.recv_fds(handing, LENGTH_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            head, numbers, _, _ = socket.recv_fds(handing, LENGTH_NBYTES, count, socket.MSG_CMSG_CLOEXEC)
             files = list(map(File, numbers))
             _answer(handing, head)
-            return files.pop()
+            if len(files) != count:  # the kernel has closed those beyond what was asked for
+                raise ValueError(f"{len(files)} files came instead of {count}")
+            fetched, files = files, []
+            return fetched
     finally:
-        for file in files:
-            file.close()
+        File.close_all(files)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvferry.memory.regions import CudaRegion
+    from kvferry.memory.vmm import Hold
 
 SMALL, LARGE, SEGMENT = 1 << 20, 10 << 20, 2 << 20
 _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -36,7 +37,7 @@ class _Bump:
 
     def __init__(self, region: CudaRegion) -> None:
         self._start, self._nbytes, self._device = region.address, region.nbytes, region.device.index
-        self._mapping: Mapping | None = region.hold()
+        self._mapping: Mapping | Hold | None = region.hold()
         self._lock = threading.Lock()
         self._used = self._live = 0
         self._ended = False

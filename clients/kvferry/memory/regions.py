@@ -19,7 +19,7 @@ from kvferry.errors import KvferryError, Malformed
 from kvferry.file import File
 from kvferry.memory import cuda
 from kvferry.memory.handover import map_sealed, sealed_file, unavailable
-from kvferry.memory.vmm import POSIX_FD
+from kvferry.memory.vmm import POSIX_FD, Allocations, Hold, VmmMapping
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ def open_region(file: int, nbytes: int, region: int = 0, offset: int = 0) -> Sha
 
 @dataclass(slots=True, eq=False)
 class CudaRegion:
-    """A region of KV-cache memory on a GPU, mapped here over CUDA IPC: `nbytes` bytes from `address`.
+    """A region of KV-cache memory on a GPU, mapped here over CUDA IPC or by descriptor: `nbytes` bytes from `address`.
 
     The process that maps it closes it. Tensors over it keep the mapping alive until they are gone.
     """
@@ -129,17 +129,18 @@ class CudaRegion:
     nbytes: int
     offset: int
     device: cuda.Device
-    _mapping: cuda.Mapping = field(repr=False)
+    _mapping: cuda.Mapping | VmmMapping = field(repr=False)
     pools: list[object] = field(default_factory=list, repr=False)
     """torch's pools that allocate in here: see torch_pool."""
     file: File = field(default_factory=lambda: File(-1), repr=False)
-    """The daemon's keeper holds the memory by it; closed where that goes with the daemon."""
+    """It keeps the memory: the memory's own descriptor, or by which the daemon's keeper holds it. Closed where the
+    memory goes with the daemon."""
 
     @property
     def outlives_daemon(self) -> bool:
-        """Whether the next daemon can be given it: its keeper is there."""
-        if self.file.fileno() < 0:
-            return False
+        """Whether the next daemon can be given it: its descriptor is here, or its keeper is there."""
+        if self.file.fileno() < 0 or isinstance(self._mapping, VmmMapping):
+            return self.file.fileno() >= 0
         with socket.socket(fileno=os.dup(self.file.fileno())) as held:
             try:
                 return bool(held.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -147,8 +148,11 @@ class CudaRegion:
                 return True
 
     @property
-    def exported(self) -> cuda.Exported:
-        """The handle with which another process opens the memory, while its allocator lives."""
+    def exported(self) -> cuda.Exported | Allocations:
+        """For another process to map: the handle, which opens it while its allocator lives, or the descriptor, which
+        stays this region's."""
+        if isinstance(self._mapping, VmmMapping):
+            return Allocations((self.file.fileno(),), (self._mapping.nbytes,), self.offset)
         return cuda.Exported(self._mapping.handle, self.offset, self._mapping.nbytes, self.device.uuid)
 
     @property
@@ -162,9 +166,9 @@ class CudaRegion:
 
         return torch.as_tensor(_View(self), device=f"cuda:{self.device.index}")
 
-    def hold(self) -> cuda.Mapping:
+    def hold(self) -> cuda.Mapping | Hold:
         """The mapping once more: it stays until what is returned is closed too."""
-        return self.device.open(self._mapping.handle)
+        return self._mapping.hold()
 
     def close(self) -> None:
         """Unmap, as soon as no tensor uses the mapping any more. Idempotent."""
@@ -204,6 +208,22 @@ def open_cuda_region(
     return CudaRegion(region, "cuda", nbytes, offset, device, mapping)
 
 
+def open_descriptor_region(
+    file: File, offset: int, nbytes: int, allocation_nbytes: int, device_uuid: str, region: int = 0
+) -> CudaRegion:
+    """The same of an allocation that is given by its descriptor, which is the region's from now on.
+
+    Raises KvferryError: `cuda_missing`, `unknown_gpu`, `region_out_of_bounds`, `cuda_failed`.
+    """
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(file)
+        device = cuda.device(device_uuid)
+        check_inside(offset, nbytes, allocation_nbytes, "was said to have")
+        mapping = VmmMapping(device, [file.fileno()], [allocation_nbytes])
+        undo.pop_all()
+        return CudaRegion(region, "cuda", nbytes, offset, device, mapping, file=file)
+
+
 @dataclass(frozen=True, slots=True)
 class CudaMemory:
     """GPU memory that this process allocated, to hand over with `EngineClient.adopt`. Keep it allocated."""
@@ -218,7 +238,8 @@ class CudaMemory:
 @dataclass(frozen=True, slots=True)
 class VmmMemory:
     """The same for VMM-backed memory (cuMemCreate, torch's expandable_segments): `EngineClient.adopt` hands over a file
-    descriptor for each of its allocations. As a source it is slow to read directly, and no peer can map it."""
+    descriptor for each of its allocations. As a source it is slow to read directly; peers map it where their daemons
+    share a folder (`node_dir`)."""
 
     id: int
     nbytes: int

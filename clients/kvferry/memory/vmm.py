@@ -1,26 +1,29 @@
 """VMM-backed GPU memory (cuMemCreate, torch's expandable_segments) between processes.
 
 It has no IPC handle. Each allocation it is mapped from is shared as a file descriptor, if it was made to be, and the
-other process maps them one behind the other.
+other process maps them one behind the other. It needs no namespace in common with the maker, and the memory stays as
+long as any process has the descriptor open or the memory mapped, whatever has become of its maker.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Sequence
 from ctypes import byref, c_int, c_uint64
 from dataclasses import dataclass
 
 from kvferry.errors import Malformed
+from kvferry.file import File
 from kvferry.memory.cuda import GRANULE, Device
-from kvferry.memory.cuda_driver import Access, Location, call
+from kvferry.memory.cuda_driver import Access, Location, Properties, call
 from kvferry.memory.handover import MAX_FILES, too_many_files
 
 POSIX_FD = 1
 """CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, also a bit of the pointer attribute that lists the allowed types."""
 _MAPPING_NBYTES, _MAPPING_BASE = 18, 19
-_ON_DEVICE, _READ_WRITE = 1, 3
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 _MOST_NBYTES = 1 << 46
 
 
@@ -35,9 +38,27 @@ class Allocations:
     nbytes: tuple[int, ...]
     offset: int
 
+    @property
+    def allocation_nbytes(self) -> int:
+        return sum(self.nbytes)
+
+    def opened(self, device: Device) -> VmmMapping:
+        """Mapped for this GPU. Raises KvferryError."""
+        return VmmMapping(device, self.files, self.nbytes)
+
     def close(self) -> None:
         for file in self.files:
             os.close(file)
+
+
+def create(device: Device, nbytes: int) -> File:
+    """New memory of the device, not cleared, as the descriptor that keeps it. nbytes: whole granules. Raises
+    KvferryError (`out_of_memory`)."""
+    wanted = Properties(type=_PINNED, handle_types=POSIX_FD, location=Location(_ON_DEVICE, device.index))
+    handle = c_uint64()
+    with device:
+        call("cuMemCreate", byref(handle), nbytes, byref(wanted), 0)
+        return File(_released(handle))
 
 
 def export(device: Device, address: int, nbytes: int) -> Allocations:
@@ -66,8 +87,14 @@ def _attribute(attribute: int, address: int) -> int:
 
 
 def _export(address: int) -> int:
-    handle, file = c_uint64(), c_int(-1)
+    handle = c_uint64()
     call("cuMemRetainAllocationHandle", byref(handle), address)
+    return _released(handle)
+
+
+def _released(handle: c_uint64) -> int:
+    """A descriptor of an allocation; the handle is given back."""
+    file = c_int(-1)
     try:
         call("cuMemExportToShareableHandle", byref(file), handle, POSIX_FD, 0)
     finally:
@@ -76,7 +103,8 @@ def _export(address: int) -> int:
 
 
 class VmmMapping:
-    """Another process's allocations, mapped here one behind the other from `address` on, `nbytes` in all."""
+    """Another process's allocations, mapped here one behind the other from `address` on, `nbytes` in all. They stay
+    mapped until it and all that `hold` has returned are closed."""
 
     def __init__(self, device: Device, files: Sequence[int], sizes: Sequence[int]) -> None:
         """The caller may close the files then. Raises KvferryError: `region_out_of_bounds`, `cuda_failed`."""
@@ -86,6 +114,7 @@ class VmmMapping:
             remedy = "hand over one file for each allocation, with its size (kvferry.memory.vmm.export)"
             raise Malformed("region_out_of_bounds", message, field="vmm.nbytes", value=list(sizes), remedy=remedy)
         self.device, self.nbytes = device, sum(sizes)
+        self._lock, self._holds = threading.Lock(), 0
         self._mapped = list[tuple[int, int]]()
         with device:
             address = c_uint64()
@@ -112,11 +141,40 @@ class VmmMapping:
             call("cuMemRelease", handle)
         self._mapped.append((address, nbytes))
 
+    def hold(self) -> Hold:
+        with self._lock:
+            self._holds += 1
+        return Hold(self)
+
     def close(self) -> None:
-        """Idempotent. Nothing on the GPU may use the memory any more."""
-        if self._open:
-            self._open = False
-            with self.device:
-                for address, nbytes in self._mapped:
-                    call("cuMemUnmap", address, nbytes)
-                call("cuMemAddressFree", self.address, self.nbytes)
+        """Idempotent. Nothing on the GPU may use the memory any more, but by those who hold it."""
+        with self._lock:
+            self._open, was = False, self._open
+            if was and not self._holds:
+                self._unmap()
+
+    def let_go(self) -> None:
+        """A hold is over."""
+        with self._lock:
+            self._holds -= 1
+            if not self._holds and not self._open:
+                self._unmap()
+
+    def _unmap(self) -> None:
+        with self.device:
+            for address, nbytes in self._mapped:
+                call("cuMemUnmap", address, nbytes)
+            call("cuMemAddressFree", self.address, self.nbytes)
+
+
+class Hold:
+    """Keeps a mapping until it is closed."""
+
+    def __init__(self, mapping: VmmMapping) -> None:
+        self._mapping: VmmMapping | None = mapping
+
+    def close(self) -> None:
+        """Idempotent."""
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            mapping.let_go()

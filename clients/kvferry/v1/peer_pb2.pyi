@@ -200,15 +200,19 @@ class MapRequest(google.protobuf.message.Message):
 
     ENGINE_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     epoch: builtins.str
+    node: builtins.bool
+    """the reader shares a folder with the daemons of its node: memory that has descriptors may be fetched there"""
     def __init__(
         self,
         *,
         engine_id: builtins.str = ...,
         epoch: builtins.str = ...,
+        node: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "node", b"node"]) -> None: ...
 
 Global___MapRequest: typing_extensions.TypeAlias = MapRequest
 
@@ -222,6 +226,7 @@ class MappableRegion(google.protobuf.message.Message):
     PROBE_OFFSET_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     id: builtins.int
     nbytes: builtins.int
     probe_offset: builtins.int
@@ -234,6 +239,10 @@ class MappableRegion(google.protobuf.message.Message):
     def allocation(self) -> kvferry.v1.engine_pb2.CudaAllocation:
         """of adopted memory: the engine's own handle"""
 
+    @property
+    def shared(self) -> kvferry.v1.engine_pb2.CudaAllocations:
+        """instead of an allocation: its descriptors, for this ticket"""
+
     def __init__(
         self,
         *,
@@ -243,9 +252,10 @@ class MappableRegion(google.protobuf.message.Message):
         probe_offset: builtins.int = ...,
         probe: builtins.bytes = ...,
         refusal: builtins.str = ...,
+        shared: kvferry.v1.engine_pb2.CudaAllocations | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["allocation", b"allocation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["allocation", b"allocation", "id", b"id", "nbytes", b"nbytes", "probe", b"probe", "probe_offset", b"probe_offset", "refusal", b"refusal"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["allocation", b"allocation", "shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["allocation", b"allocation", "id", b"id", "nbytes", b"nbytes", "probe", b"probe", "probe_offset", b"probe_offset", "refusal", b"refusal", "shared", b"shared"]) -> None: ...
 
 Global___MappableRegion: typing_extensions.TypeAlias = MappableRegion
 
@@ -256,8 +266,14 @@ class MapReply(google.protobuf.message.Message):
     REGIONS_FIELD_NUMBER: builtins.int
     SLOTS_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    SOCKET_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
     refusal: builtins.str
     """why no region is mappable, in words"""
+    socket: builtins.str
+    """in the folder that the daemons of a node share: a handover socket, see engine.proto"""
+    session: builtins.str
+    """to be named there with a ticket"""
     @property
     def regions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MappableRegion]: ...
     @property
@@ -270,9 +286,11 @@ class MapReply(google.protobuf.message.Message):
         regions: collections.abc.Iterable[Global___MappableRegion] | None = ...,
         slots: kvferry.v1.engine_pb2.CudaAllocation | None = ...,
         refusal: builtins.str = ...,
+        socket: builtins.str = ...,
+        session: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["slots", b"slots"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["refusal", b"refusal", "regions", b"regions", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["refusal", b"refusal", "regions", b"regions", "session", b"session", "slots", b"slots", "socket", b"socket"]) -> None: ...
 
 Global___MapReply: typing_extensions.TypeAlias = MapReply
 

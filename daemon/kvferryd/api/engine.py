@@ -186,9 +186,14 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             lambda: self._ferry.registry.allocate(session, request.region, request.nbytes),
         )
         memory = region.exported(request.region)
-        if region.file.fileno() >= 0:
-            ticket = self.handovers.offer(request.session, region.file.fileno())
-            (memory.cuda if memory.HasField("cuda") else memory.handed).ticket = ticket
+        if region.files:
+            ticket = self.handovers.offer(request.session, region.files)
+            if memory.HasField("handed"):
+                memory.handed.ticket = ticket
+            elif memory.HasField("vmm"):
+                memory.vmm.ticket = ticket
+            else:
+                memory.cuda.ticket = ticket
         return memory
 
     @unary

@@ -1,6 +1,7 @@
 """The handover socket: open files, which gRPC cannot carry, go from an engine to its daemon or back, for a ticket.
 
-An engine gives files and names their ticket in a call; a call names the ticket of a file that the engine may fetch.
+An engine gives files and names their ticket in a call; a call names the ticket of files that the engine may fetch.
+Daemons that share a folder fetch from each other in the same way, and give nothing.
 
 Every file is closed: by the taker of its ticket, or after HELD_S when nobody has taken it.
 """
@@ -11,7 +12,7 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from kvferry.errors import Forbidden, KvferryError, Malformed, NotFound, Unavailable
+from kvferry.file import File
 from kvferry.memory.handover import LENGTH_NBYTES, MAX_FILES, MAX_MESSAGE, framed, too_many_files
 from kvferry.pipe import Pipe
 from kvferry.process import Process, credentials
@@ -38,15 +40,18 @@ class _Held:
     session: str
     files: Files
     offered: bool
-    """The engine may fetch them: they are the daemon's. Otherwise it has handed them over, for a call."""
+    """The other end may fetch them: they are the daemon's. Otherwise it has handed them over, for a call."""
     expiry: asyncio.TimerHandle
 
 
 class Handovers:
     """`introduce` takes the process that holds a session; it raises KvferryError for a session that is not open.
-    `pipe` gives the pipe that the session has from now on, and raises KvferryError where it has one."""
+    `pipe` gives the pipe that the session has from now on, and raises KvferryError where it has one. Without both it is
+    a socket for peers."""
 
-    def __init__(self, introduce: Callable[[str, Process | None], None], pipe: Callable[[str], Pipe]) -> None:
+    def __init__(
+        self, introduce: Callable[[str, Process | None], None] | None = None, pipe: Callable[[str], Pipe] | None = None
+    ) -> None:
         self._introduce, self._pipe = introduce, pipe
         self._held: dict[str, _Held] = {}
         self._exchanges = Tasks()
@@ -67,16 +72,19 @@ class Handovers:
         return held.files
 
     @asynccontextmanager
-    async def serving(self, path: Path) -> AsyncIterator[None]:
-        """Listen on a socket of mode 0600, which is removed at the end, with every file that is still held."""
+    async def serving(self, path: Path, made_at: Path | None = None) -> AsyncIterator[None]:
+        """Listen on a socket of mode 0600, which is removed at the end, with every file that is still held. made_at:
+        its path until it listens. Raises OSError."""
         with socket.socket(socket.AF_UNIX) as listening:
             listening.setblocking(False)
             before = os.umask(0o177)
             try:
-                listening.bind(str(path))
+                listening.bind(str(made_at or path))
             finally:
                 os.umask(before)
             listening.listen(BACKLOG)
+            if made_at is not None:
+                os.rename(made_at, path)
             accepting = asyncio.create_task(self._accept(listening))
             try:
                 yield
@@ -111,7 +119,7 @@ class Handovers:
                 giving = Files()
                 try:
                     told = await self._told(connection, files)
-                    if told.pipe:
+                    if told.pipe and self._pipe is not None:
                         pipe, own = self._pipe(told.session), connection.dup()
                     reply, giving = self._reply(told, files)
                 except KvferryError as error:
@@ -150,7 +158,10 @@ class Handovers:
             raise _malformed("it is no Handover") from None
         if told.files != len(files.numbers) or bool(told.files) + bool(told.ticket) + told.pipe > 1:
             raise _malformed(f"{len(files.numbers)} files came, {told.files} were announced")
-        self._introduce(told.session, Process.at(connection))
+        if self._introduce is not None:
+            self._introduce(told.session, Process.at(connection))
+        elif not told.ticket:
+            raise _malformed("peers fetch files here, and give none")
         return told
 
     def _reply(self, told: engine_pb2.Handover, files: Files) -> tuple[engine_pb2.HandoverReply, Files]:
@@ -161,18 +172,19 @@ class Handovers:
             return engine_pb2.HandoverReply(), Files()
         return engine_pb2.HandoverReply(ticket=self._hold(told.session, files, offered=False)), Files()
 
-    def offer(self, session: str, file: int) -> str:
-        """A ticket with which the engine of this session fetches a copy of the file, once. Raises KvferryError
-        (`too_many_files`, `handover_failed`)."""
+    def offer(self, session: str, files: Sequence[File]) -> str:
+        """A ticket with which the engine of this session, or a peer that was told of it, fetches copies of the files,
+        once. Raises KvferryError (`too_many_files`, `handover_failed`)."""
+        copies = Files()
         try:
-            copy = Files([os.dup(file)])
+            for file in files:
+                copies.numbers.append(os.dup(file.fileno()))
+            return self._hold(session, copies, offered=True)
         except OSError as error:
             why, remedy = f"the daemon cannot hand over another file: {error}", "raise its limit of open files"
-            raise Unavailable("handover_failed", why, field="files", value=1, remedy=remedy) from None
-        try:
-            return self._hold(session, copy, offered=True)
+            raise Unavailable("handover_failed", why, field="files", value=len(files), remedy=remedy) from None
         finally:
-            copy.close()
+            copies.close()
 
     def _hold(self, session: str, files: Files, *, offered: bool) -> str:
         """A ticket for files, which are closed if nobody takes them with it. They stay the caller's where it raises

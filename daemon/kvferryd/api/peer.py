@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from kvferry.wire import PATHS, TRANSFER_STATES, manifest_from_proto, problem_to
 from kvferryd.aio import running
 from kvferryd.api.answer import Context, first_of, protocol, stream, unary
 from kvferryd.api.callers import Callers, host_of
+from kvferryd.api.node import NodeSocket
 from kvferryd.check import check_request_id, check_seconds
 from kvferryd.copy.sums import MOST_NBYTES
 from kvferryd.engine import Engine
@@ -46,8 +48,9 @@ KINDS = {"host": layout_pb2.MEMORY_KIND_HOST, "cuda": layout_pb2.MEMORY_KIND_CUD
 class PeerService(peer_pb2_grpc.PeerServicer):
     """Every call is one of `callers`."""
 
-    def __init__(self, ferry: Ferry, callers: Callers) -> None:
-        self._ferry, self._callers = ferry, callers
+    def __init__(self, ferry: Ferry, callers: Callers, node: NodeSocket | None = None) -> None:
+        """node: where the other daemons of this node fetch descriptors."""
+        self._ferry, self._callers, self._node = ferry, callers, node
         self.admit, self.sent_away = callers.enter, callers.ended
 
     @unary
@@ -112,9 +115,25 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if self._ferry.config.strict:
             reply.refusal = "the source is strict: it lets peers read staging slots only"
         else:
-            reply.regions.extend(await asyncio.to_thread(_mappable, dict(engine.session.regions)))
+            regions = dict(engine.session.regions)
+            reply.regions.extend(await asyncio.to_thread(_mappable, regions))
+            if request.node and self._node is not None:
+                reply.socket, reply.session = self._node.name, secrets.token_urlsafe(16)
+            for mappable in reply.regions:
+                if mappable.HasField("shared"):
+                    self._share(mappable, regions[mappable.id], reply.session)
         yield reply
         await engine.session.retired.wait()  # the open stream is the memory's liveness
+
+    def _share(self, mappable: peer_pb2.MappableRegion, region: Region, session: str) -> None:
+        """Offer the descriptors of a region, or say why not."""
+        if self._node is None or not session:
+            side = "source" if self._node is None else "reader"
+            why = f"the {side} has no folder with its node's daemons (node_dir)"
+            mappable.refusal = f"it is VMM-backed, which is shared as descriptors, and {why}"
+            mappable.ClearField("shared")
+        else:
+            mappable.shared.ticket = self._node.offer(session, region.files)
 
     @stream
     async def Read(
@@ -287,7 +306,11 @@ def _mappable(regions: Mapping[int, Region]) -> list[peer_pb2.MappableRegion]:
         if (probe := region.probe()) is None:
             mappable.refusal = region.unmappable
         else:
-            mappable.allocation.CopyFrom(region.exported(id).cuda)
+            memory = region.exported(id)
+            if memory.HasField("vmm"):
+                mappable.shared.CopyFrom(memory.vmm)
+            else:
+                mappable.allocation.CopyFrom(memory.cuda)
             mappable.probe_offset, mappable.probe = probe.offset, probe.held
         found.append(mappable)
     return found

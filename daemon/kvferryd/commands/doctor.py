@@ -126,6 +126,12 @@ def packages(config: Config) -> Iterator[Finding]:
         yield wrong(f"NIXL is not installed: none of {', '.join(builds)}", "pip install 'kvferry[daemon]'")
 
 
+def node_dir(config: Config) -> Iterator[Finding]:
+    if (folder := config.node_dir) is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        yield wrong(f"node_dir = {folder} is no folder that this user may write to",
+                    "make it once for all daemons of the node, as their user's, mode 0700")  # fmt: skip
+
+
 def engine_socket(config: Config) -> Iterator[Finding]:
     path = config.engine_socket
     folder = next(each for each in path.parents if each.exists())
@@ -296,7 +302,7 @@ def daemon(config: Config) -> Iterator[Finding]:
         yield ok(f"a daemon answers at {config.url}")
 
 
-START: tuple[Check, ...] = (variables, packages, gpu, engine_socket, roster, certificates)
+START: tuple[Check, ...] = (variables, packages, gpu, engine_socket, node_dir, roster, certificates)
 CHECK = (*START, ports)
 """The checks of `serve --check`."""
 CHECKS = (*START, daemon, ipc, pid_namespace, claim, transports, rdma, memlock, handles)

@@ -29,6 +29,7 @@ from kvferryd.config.types import (
     Folder,
     Form,
     Listen,
+    NodeDir,
     Peers,
     Seconds,
     SecretFile,
@@ -59,6 +60,11 @@ class Config(BaseModel):
     advertise: Dial = _about("", "the address given to other daemons; default: that of peer")
     engine_socket: Socket = _about(Path("/run/kvferry/engine.sock"), "Unix socket for engines, mode 0600")
     device: Device = _about("cpu", "the GPU this daemon runs beside, or cpu for host memory")
+    node_dir: NodeDir = _about(
+        None,
+        "a folder that the daemons of one node share, and nobody else: GPU memory is shared there by descriptors, and "
+        "mapped over NVLink without a namespace in common",
+    )
     roster: Annotated[Dial | None, ADDRESS] = _about(
         None, "peer address of rank 0's daemon, which introduces the ranks to each other"
     )
@@ -152,6 +158,9 @@ class Config(BaseModel):
             yield f"REST listens on {self.rest} and takes requests without a token: set token_file or rest_tls"
         if self.strict and self.may_use_tcp:
             yield "strict = true does not hold over TCP, where UCX checks no key: who reaches UCX reads this process"
+
+        if self.node_dir is not None and self.device == "cpu":
+            yield "node_dir has no use with device = cpu: host memory is mapped by no peer"
 
     @property
     def may_use_tcp(self) -> bool:

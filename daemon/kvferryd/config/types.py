@@ -15,6 +15,8 @@ from pydantic import AfterValidator, BeforeValidator, StringConstraints
 SOCKET_PATH_LIMIT = 104
 """Bytes. Linux takes 107; the handover socket lies beside the engine socket, and its path is 3 bytes longer."""
 
+NODE_SOCKET = 24
+"""Bytes of a socket's name in the folder that the daemons of a node share."""
 SHORTEST_SECRET = 32
 """Characters. A guess can be checked against a certificate that anybody may see."""
 
@@ -91,6 +93,12 @@ def _folder(path: Path) -> Path:
     if path.exists() and not path.is_dir():
         raise Wrong("is no folder")
     return path.absolute()
+
+
+def _node_dir(path: Path) -> Path:
+    if not path.is_absolute() or len(os.fsencode(path)) > SOCKET_PATH_LIMIT - NODE_SOCKET:
+        raise Wrong(f"is not an absolute path of at most {SOCKET_PATH_LIMIT - NODE_SOCKET} bytes")
+    return path
 
 
 def _file(path: Path) -> Path:
@@ -175,6 +183,10 @@ SecretFile = Annotated[
 ]
 Socket = Annotated[
     Path, AfterValidator(_socket), Form(f"an absolute path of at most {SOCKET_PATH_LIMIT} bytes", "PATH")
+]
+NodeDir = Annotated[
+    Annotated[Path, AfterValidator(_node_dir)] | None,
+    Form(f"an absolute path of at most {SOCKET_PATH_LIMIT - NODE_SOCKET} bytes", "PATH"),
 ]
 Device = Annotated[
     str,

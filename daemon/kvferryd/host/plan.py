@@ -36,6 +36,8 @@ def plan(
         beside = {number: ("cpu", f"cpu-{number}") for number in range(cpus)}
     else:
         beside = {number: (f"cuda:{number}", gpus[number].uuid) for number in _numbers(chosen, len(gpus))}
+    if not cpus and origins["node_dir"] == "default":  # engines of other pods need descriptors
+        given = {**given, "node_dir": folder}
     first = moved("advertise", base.advertise, min(beside))
     roster = str(base.roster or (first if len(beside) > 1 else ""))
     return tuple(

@@ -67,9 +67,9 @@ class Region:
     """Why a peer cannot map it, likewise."""
     probe: Callable[[], Probe | None] = lambda: None
     """None for memory that a peer cannot map. Blocks for as long as reading a few bytes takes."""
-    file: File = field(default_factory=lambda: File(-1), repr=False)
-    """It keeps the memory, which goes when the last process that has it open, daemon or engine, has gone. Closed for
-    GPU memory without a keeper."""
+    files: Sequence[File] = field(default=(), repr=False)
+    """They keep the memory, which goes when the last process that has them open, daemon or engine, has gone. None of
+    GPU memory that goes with the daemon; of others one, or one for each of an engine's own allocations."""
 
     def exported(self, region: int) -> engine_pb2.Memory:
         """`told`, as the memory of an engine's region of this number."""
@@ -101,6 +101,8 @@ def provider(config: Config, keeper: Keeper | None = None) -> Provider:
         return HostProvider()
     from kvferryd.memory.cuda import CudaProvider
 
-    # Memory that a keeper holds is imported here: NIXL reads it directly at a hundredth of the link's rate, and whether
-    # a NIC can be given it is not known.
-    return CudaProvider(config.device, None if config.way == "direct" or config.require_rdma else keeper)
+    # Memory that outlives this process is imported here: NIXL reads it directly at a hundredth of the link's rate, and
+    # whether a NIC can be given it is not known.
+    if config.way == "direct" or config.require_rdma:
+        return CudaProvider(config.device)
+    return CudaProvider(config.device, keeper, shared=config.node_dir is not None)

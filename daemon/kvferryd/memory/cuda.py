@@ -1,4 +1,5 @@
-"""GPU memory: cuMemAlloc, shared with engines as raw CUDA IPC handles; and engines' own, VMM-backed memory too."""
+"""GPU memory: cuMemAlloc, shared with engines and peers as raw CUDA IPC handles; or, where the daemons of a node share
+a folder, cuMemCreate, shared as descriptors; and engines' own, of both kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from contextlib import ExitStack, closing
 
 from kvferry.errors import Full, KvferryError, Malformed
 from kvferry.file import File
-from kvferry.memory import cuda, open_cuda_region
+from kvferry.memory import cuda, open_cuda_region, vmm
 from kvferry.memory.regions import check_inside
 from kvferry.memory.vmm import VmmMapping
 from kvferry.v1 import engine_pb2
@@ -25,24 +26,27 @@ SLOW_ADOPTED = (
 )
 SLOW_KEPT = "GPU memory of the keeper: NIXL reads it at about 0.5 GB/s as a direct source, so it goes staged or mapped"
 SLOW_VMM = (
-    "VMM-backed GPU memory: NIXL reads it at about 0.5 GB/s as a direct source and no peer can map it, so it goes "
-    "staged (allocate through the daemon to have every way)"
+    "VMM-backed GPU memory, shared as descriptors: NIXL reads it at about 0.5 GB/s as a direct source, so it goes "
+    "staged, or mapped by daemons that share a folder (node_dir)"
 )
-UNMAPPABLE_VMM = "it is VMM-backed GPU memory, which has no IPC handle"
 
 
 class CudaProvider:
     """Memory of one GPU, named by UUID (GPU-...) or by this process's number (cuda:0)."""
 
-    def __init__(self, device: str, keeper: Keeper | None = None) -> None:
-        """Raises KvferryError: `cuda_missing`, `unknown_gpu`."""
-        self.device, self._keeper = cuda.device(device), keeper
+    def __init__(self, device: str, keeper: Keeper | None = None, *, shared: bool = False) -> None:
+        """keeper: holds memory that is to outlive this process. shared: such memory is made to be shared as a
+        descriptor, which needs no keeper. Raises KvferryError: `cuda_missing`, `unknown_gpu`."""
+        self.device, self._keeper, self._shared = cuda.device(device), keeper, shared
 
     def allocate(self, nbytes: int, *, kept: bool = False) -> Region:
         """A new zeroed region. Raises KvferryError (`out_of_memory`)."""
         # Whole granules: a smaller allocation shares one with its neighbours, and a handle would export them too.
         taken = -(-(nbytes + PROBE_NBYTES) // cuda.GRANULE) * cuda.GRANULE
         try:
+            if kept and self._shared:
+                described = engine_pb2.CudaAllocations(nbytes=[taken], device_uuid=self.device.uuid)
+                return self._described(described, nbytes, vmm.create(self.device, taken), new=True)
             if kept and self._keeper is not None:
                 exported, file = self._keeper.allocate(self.device.uuid, taken)
                 return self._kept(engine_pb2.CudaAllocation(**dataclasses.asdict(exported)), nbytes, file, new=True)
@@ -76,15 +80,26 @@ class CudaProvider:
         with ExitStack() as undo:
             undo.enter_context(file)
             mapping = undo.enter_context(closing(self.device.open(told.handle)))
-            check_inside(0, nbytes + PROBE_NBYTES, mapping.nbytes, "has")
-            at = mapping.nbytes - PROBE_NBYTES
-            nonce = (
-                self._cleared(mapping.address, mapping.nbytes)
-                if new
-                else Probe(at, read(self.device, mapping.address + at, PROBE_NBYTES))
-            )
+            nonce = self._marked(mapping, nbytes, new=new)
             memory, span = engine_pb2.Memory(nbytes=nbytes, cuda=told), self._span(mapping.address, nbytes)
-            return Region(span, True, memory, undo.pop_all(), SLOW_KEPT, probe=lambda: nonce, file=file)
+            return Region(span, True, memory, undo.pop_all(), SLOW_KEPT, probe=lambda: nonce, files=(file,))
+
+    def _described(self, told: engine_pb2.CudaAllocations, nbytes: int, file: File, *, new: bool) -> Region:
+        """An allocation whose descriptor is `file`. new: as of `_kept`."""
+        with ExitStack() as undo:
+            undo.enter_context(file)
+            mapping = undo.enter_context(closing(VmmMapping(self.device, [file.fileno()], told.nbytes)))
+            nonce = self._marked(mapping, nbytes, new=new)
+            memory, span = engine_pb2.Memory(nbytes=nbytes, vmm=told), self._span(mapping.address, nbytes)
+            return Region(span, True, memory, undo.pop_all(), SLOW_VMM, probe=lambda: nonce, files=(file,))
+
+    def _marked(self, mapping: cuda.Mapping | VmmMapping, nbytes: int, *, new: bool) -> Probe:
+        """The probe at the end of an allocation that outlives this process. Raises KvferryError."""
+        check_inside(0, nbytes + PROBE_NBYTES, mapping.nbytes, "has")
+        at = mapping.nbytes - PROBE_NBYTES
+        if new:
+            return self._cleared(mapping.address, mapping.nbytes)
+        return Probe(at, read(self.device, mapping.address + at, PROBE_NBYTES))
 
     def adopt(self, memory: engine_pb2.Memory, files: Sequence[int] = ()) -> Region:
         """Map memory that the engine owns. Raises KvferryError."""
@@ -97,29 +112,36 @@ class CudaProvider:
             what = f"the memory is on GPU {given.device_uuid}, this daemon runs beside {self.device.uuid}"
             field, remedy = f"memory.{kind}.device_uuid", "attach each rank to the daemon of its own GPU"
             raise Malformed("wrong_gpu", what, field=field, value=given.device_uuid, remedy=remedy)
-        if memory.again and isinstance(given, engine_pb2.CudaAllocation):
+        if memory.again:
             if len(files) != 1 or given.offset:
-                what, remedy = "memory of a keeper comes with one descriptor", "hand over what `allocate` returned"
+                what = "memory of a daemon that has gone comes with one descriptor"
+                remedy = "hand over what `allocate` returned"
                 raise Malformed("malformed_region", what, field="memory.again", value=len(files), remedy=remedy)
-            told = engine_pb2.CudaAllocation()
-            told.CopyFrom(given)
-            told.ClearField("ticket")
-            return self._kept(told, nbytes, *File.copies(files), new=False)
-        undo = ExitStack()
-        if isinstance(given, engine_pb2.CudaAllocations):
-            check_inside(given.offset, nbytes, sum(given.nbytes), "was said to have")
-            mapping = undo.enter_context(closing(VmmMapping(self.device, files, given.nbytes)))
-            span = self._span(mapping.address + given.offset, nbytes)
-            return Region(span, False, memory, undo, SLOW_VMM, UNMAPPABLE_VMM)
-        shared = undo.enter_context(
-            closing(open_cuda_region(given.handle, given.offset, nbytes, given.allocation_nbytes, given.device_uuid))
-        )
+            told = engine_pb2.Memory()
+            told.CopyFrom(memory)
+            if kind == "cuda":
+                told.cuda.ClearField("ticket")
+                return self._kept(told.cuda, nbytes, *File.copies(files), new=False)
+            told.vmm.ClearField("ticket")
+            return self._described(told.vmm, nbytes, *File.copies(files), new=False)
+        held, slow = list[File](), SLOW_ADOPTED
+        with ExitStack() as undo:
+            if isinstance(given, engine_pb2.CudaAllocations):
+                check_inside(given.offset, nbytes, sum(given.nbytes), "was said to have")
+                held, slow = File.copies(files), SLOW_VMM
+                undo.callback(File.close_all, held)
+                mapping = undo.enter_context(closing(VmmMapping(self.device, files, given.nbytes)))
+                address = mapping.address + given.offset
+            else:
+                place = given.handle, given.offset, nbytes, given.allocation_nbytes, given.device_uuid
+                address = undo.enter_context(closing(open_cuda_region(*place))).address
 
-        def probe() -> Probe:
-            """The engine's own bytes: none of its memory is ours to write."""
-            return Probe(given.offset, read(self.device, shared.address, min(PROBE_NBYTES, nbytes)))
+            def probe() -> Probe:
+                """The engine's own bytes: none of its memory is ours to write."""
+                return Probe(given.offset, read(self.device, address, min(PROBE_NBYTES, nbytes)))
 
-        return Region(self._span(shared.address, nbytes), False, memory, undo, SLOW_ADOPTED, probe=probe)
+            span = self._span(address, nbytes)
+            return Region(span, False, memory, undo.pop_all(), slow, probe=probe, files=held)
 
     def _span(self, address: int, nbytes: int) -> Span:
         return Span(address, nbytes, "cuda", self.device.index)

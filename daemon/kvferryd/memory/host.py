@@ -64,7 +64,7 @@ def _region(shared: SharedRegion, told: engine_pb2.Memory, *, owned: bool) -> Re
     undo = ExitStack()
     undo.callback(shared.close)
     span = Span(shared.address, shared.nbytes, "host")
-    return Region(span, owned, told, undo, unmappable="it is host memory", file=shared.file)
+    return Region(span, owned, told, undo, unmappable="it is host memory", files=(shared.file,))
 
 
 def _available() -> int:

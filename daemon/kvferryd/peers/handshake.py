@@ -164,7 +164,7 @@ class Handshakes:
 
     async def _map(self, rank: PeerRank, peer: PeerEngine) -> None:
         with took(peer.took_s, "mapping"):
-            await rank.mapped.map(peer.own, self._config.connect_timeout_s)
+            await rank.mapped.map(peer.own, self._config.connect_timeout_s, self._config.node_dir)
 
     async def _prepare_copies(self, peer: PeerEngine, read: Sequence[PeerRank]) -> None:
         engine, planned = peer.own, peer.plan

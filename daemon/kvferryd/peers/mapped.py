@@ -4,13 +4,21 @@ used, and unmapped when its engine ends."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 import grpc
 
 from kvferry.errors import LONGEST, Conflict, KvferryError, shorten
+from kvferry.file import File
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaRegion, cuda
+from kvferry.memory.handover import HANDOVER_S, fetch
+from kvferry.memory.vmm import Allocations
+from kvferry.threads import made
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferryd.copy.runner import Runner
 from kvferryd.engine import Engine
@@ -20,6 +28,9 @@ from kvferryd.peers.channels import Channel
 from kvferryd.peers.contact import asking
 
 log = logs.get(__name__)
+NODE_SOCKET = r"node-[0-9a-f]{16}"
+"""The names of sockets in the folder that the daemons of a node share."""
+EXCHANGE_S = 4 * HANDOVER_S
 TRIES = 3
 """A probe fails where the engine writes to its adopted memory meanwhile, and may hold the next time."""
 
@@ -36,9 +47,12 @@ class MappedMemory:
         self._held: list[CudaRegion] = []
         """The staging arena, so that UCX need not map it for each descriptor."""
         self._runner: Runner | None = None
+        self._node_dir: Path | None = None
 
-    async def map(self, engine: Engine, timeout_s: float) -> None:
-        """Map what can be mapped for this engine of ours, and keep why the rest cannot."""
+    async def map(self, engine: Engine, timeout_s: float, node_dir: Path | None) -> None:
+        """Map what can be mapped for this engine of ours, and keep why the rest cannot. node_dir: the folder that the
+        daemons of this node share."""
+        self._node_dir = node_dir
         if engine.runner is None:
             self.refusal = engine.unmapped
             return
@@ -58,7 +72,10 @@ class MappedMemory:
     async def _map(self, runner: Runner, *, strict: bool) -> bool:
         """Whether a second try would end as this one. Raises KvferryError when the rank does not answer."""
         manifest = self._manifest
-        self.call = self._channel.stub.Map(peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch))
+        request = peer_pb2.MapRequest(
+            engine_id=manifest.engine_id, epoch=manifest.epoch, node=self._node_dir is not None
+        )  # fmt: skip
+        self.call = self._channel.stub.Map(request)
         async with asking(self._channel.contact):
             reply = await self.call.read()
         if not isinstance(reply, peer_pb2.MapReply):
@@ -71,7 +88,7 @@ class MappedMemory:
         self.refusal = "this daemon is strict" if strict else shorten(reply.refusal, LONGEST)
         try:
             if not self.refusal:
-                await self._map_regions(runner, {region.id: region for region in reply.regions})
+                await self._map_regions(runner, reply)
         except KvferryError as error:
             regions, self.regions = self.regions, {}
             await self._give_up(regions.values())
@@ -79,7 +96,8 @@ class MappedMemory:
             return error.code != "probe_failed"
         return True
 
-    async def _map_regions(self, runner: Runner, offered: Mapping[int, peer_pb2.MappableRegion]) -> None:
+    async def _map_regions(self, runner: Runner, reply: peer_pb2.MapReply) -> None:
+        offered = {region.id: region for region in reply.regions}
         for wanted in self._manifest.regions:
             region = offered.get(wanted.id)
             if region is None or region.nbytes < wanted.nbytes:
@@ -87,7 +105,28 @@ class MappedMemory:
             if region.refusal:
                 raise Conflict("not_mappable", f"region {wanted.id} of the source: {region.refusal}")
             probe = Probe(region.probe_offset, region.probe)
-            self.regions[wanted.id] = await runner.open(_exported(region.allocation), region.nbytes, probe)
+            async with self._allocation(region, reply) as allocation:
+                self.regions[wanted.id] = await runner.open(allocation, region.nbytes, probe)
+
+    @asynccontextmanager
+    async def _allocation(
+        self, region: peer_pb2.MappableRegion, reply: peer_pb2.MapReply
+    ) -> AsyncIterator[cuda.Exported | Allocations]:
+        """The memory to be mapped; descriptors come over the node's folder, and are closed behind it. Raises
+        KvferryError."""
+        if not region.HasField("shared"):
+            yield _exported(region.allocation)
+            return
+        if self._node_dir is None or not re.fullmatch(NODE_SOCKET, reply.socket):
+            raise Conflict("protocol", f"it offers descriptors at {reply.socket[:64]!r}", field="socket")
+        shared, path = region.shared, str(self._node_dir / reply.socket)
+        fetching = partial(fetch, path, reply.session, shared.ticket, len(shared.nbytes))
+        files = await made("kvferry-node", fetching, EXCHANGE_S, File.close_all)
+        try:
+            numbers = tuple(file.fileno() for file in files)
+            yield Allocations(numbers, tuple(shared.nbytes), shared.offset)
+        finally:
+            File.close_all(files)
 
     async def unmap(self) -> None:
         """Nothing may read from what was mapped any more. Idempotent."""

@@ -29,6 +29,7 @@ from kvferryd.aio import running
 from kvferryd.api.answer import Context, Undecoded
 from kvferryd.api.callers import MAX_CALLS, Callers
 from kvferryd.api.engine import EngineService
+from kvferryd.api.node import NodeSocket
 from kvferryd.api.peer import PeerService
 from kvferryd.api.rest.server import RestServer
 from kvferryd.config import Config, bad_config
@@ -165,7 +166,8 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     options = [*PEER_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)]
     server = grpc.aio.server(interceptors=[Undecoded()], options=options, maximum_concurrent_rpcs=2 * MAX_CALLS)
     callers = Callers(config.allow_peers, ferry.proof)
-    peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, callers), server)
+    node = NodeSocket(config.node_dir) if config.node_dir and config.device != "cpu" else None
+    peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, callers, node), server)
     await _describe(server, "kvferry.v1.Peer", reflected=bool(ferry.proof))
     address = re.sub(r"^\*:", "[::]:", config.peer)  # gRPC's word for every interface, of IPv4 as well
     try:
@@ -175,12 +177,15 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
             server.add_insecure_port(address)
     except RuntimeError:
         raise _cannot_listen("peer", config.peer) from None
-    await server.start()
-    try:
-        async with running([ferry.follow_proof(ferry.proof, callers.recheck)] if ferry.proof else []):
-            yield
-    finally:
-        await server.stop(GRACE_S)
+    async with contextlib.AsyncExitStack() as stack:
+        if node is not None:
+            await stack.enter_async_context(node.serving())
+        await server.start()
+        stack.push_async_callback(server.stop, GRACE_S)
+        await stack.enter_async_context(
+            running([ferry.follow_proof(ferry.proof, callers.recheck)] if ferry.proof else [])
+        )
+        yield
 
 
 @contextlib.asynccontextmanager

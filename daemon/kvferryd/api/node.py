@@ -1,0 +1,60 @@
+"""The memory of this daemon's engines for the other daemons of its node: descriptors at a socket in the folder that
+they share. No namespace need be common. The ticket for them is told to a peer that has proven itself, over gRPC."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from kvferry.file import File
+from kvferry.memory.handover import SUFFIX
+from kvferryd.api.handover import Handovers
+from kvferryd.config import bad_config
+from kvferryd.observe import logs
+
+log = logs.get(__name__)
+CONNECT_S = 0.2
+
+
+class NodeSocket:
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._handovers = folder, Handovers()
+        self.name = f"node-{secrets.token_hex(8)}"
+        """Told to peers: the socket's file has SUFFIX behind it."""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Raises KvferryError (`bad_config`)."""
+        path = self._folder / f"{self.name}{SUFFIX}"
+        async with AsyncExitStack() as stack:
+            try:
+                _sweep(self._folder)
+                # It has its name once it listens: a socket of such a name at which nobody listens is a dead daemon's.
+                serving = self._handovers.serving(path, made_at=self._folder / self.name)
+                await stack.enter_async_context(serving)
+            except OSError as error:
+                remedy = "name a folder that this user may write to, and that the other daemons of the node have too"
+                raise bad_config("node_dir", self._folder, f"it holds no socket: {error.strerror}", remedy) from None
+            yield
+
+    def offer(self, session: str, files: Sequence[File]) -> str:
+        """A ticket for copies of the files, which a peer fetches once, within seconds, naming this session. Raises
+        KvferryError (`too_many_files`, `handover_failed`)."""
+        return self._handovers.offer(session, files)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the sockets that killed daemons have left. Raises OSError."""
+    for path in folder.glob(f"node-*{SUFFIX}"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(CONNECT_S)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                log.info("removed a dead daemon's socket", path=str(path))
+            except OSError:  # it is being removed, or has many callers
+                continue
