@@ -545,9 +545,11 @@ class HistoryPeer(HistoryFigures):
 
 
 class History(_Answer):
-    """now: by the daemon's clock, seconds since 1970. points: times in which something ended, the oldest first."""
+    """now: by the daemon's clock, seconds since 1970. began_at: nothing is known of the time before. points: times
+    in which something ended, the oldest first."""
 
     now: float
+    began_at: int
     span_s: int
     step_s: int
     points: list[HistoryPoint] = []

@@ -446,7 +446,10 @@ class Ferry:
             why, remedy = f"the history cannot be read: {error}", "look at the state folder"
             raise Unavailable("history_unreadable", why, remedy=remedy) from None
         points, marks, of_peers = told
-        return schemas.History(now=now, span_s=span_s, step_s=step_s, points=points, marks=marks, peers=of_peers)
+        return schemas.History(
+            now=now, began_at=self.history.began_at, span_s=span_s, step_s=step_s, points=points, marks=marks,
+            peers=of_peers,
+        )  # fmt: skip
 
     def scrape(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) of /metrics; gauges are as things stand now."""

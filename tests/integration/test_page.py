@@ -10,15 +10,16 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from browser import CHROMIUM, CLIPPED, CONTRASTS, PHONE, Browser, Page, browser
-from fleet import Daemons, under_way, until
+from fleet import TIMEOUT_S, Daemons, under_way, until
 from pair import MANY, TOKENS, Pair, half_published, order, prefilled
 from ranks import Shape, TestEngine
 
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody, PeerRequest, SourceBody, TransferRecord
-from kvferryd.demo.fleet import DaemonService
+from kvferryd.demo.fleet import DaemonService, Fleet
 
 pytestmark = [
     pytest.mark.anyio,
@@ -220,6 +221,47 @@ async def test_a_phone_shows_all_of_it_in_readable_colours(
             assert await page.value(CONTRASTS) == []
         light = await page.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] > 128")
         assert light is not dark
+
+
+MARKS = "[...document.querySelectorAll('#marks li')].map((it) => it.innerText).join(' | ')"
+"""JavaScript."""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+async def test_since_when_is_drawn_with_what_happened_to_the_daemon(
+    chrome: Browser, pair: Pair, own_fleet: Fleet, request_id: str, dark: bool
+) -> None:
+    kept = own_fleet.daemon("kept", kept=True)
+    await own_fleet.ready(kept, timeout_s=TIMEOUT_S)
+    engine = await TestEngine.start("kept", [kept], Shape.tp(1))
+    async with RouterClient(kept.url) as router, chrome.page(kept.url, **PHONE, dark=dark) as page:
+        kv, _ = await prefilled(pair, request_id)
+        await engine.gets(request_id, kv, source=pair.prefill.source())
+        nobody = SourceBody(engine_id="nobody", address="127.0.0.1:9")
+        await router.order(OrderBody(request_id=f"{request_id}-fails", source=nobody, deadline_ms=1))
+        await router.order(OrderBody(request_id=f"{request_id}-waits", source=nobody, deadline_ms=60000))
+        await page.until(f"{row(f'{request_id}-waits')}?.innerText.includes('for reservation')")
+        await page.until("document.querySelectorAll('#bytes rect.read').length === 1")
+        assert await page.value("document.querySelectorAll('#latency rect.p50, #latency rect.p99').length") == 2
+        await page.until("document.querySelectorAll('#failures rect.failed').length === 1")
+        assert "1 of 2 deadline 1" in " ".join((await page.texts("#failures figcaption"))[0].split())
+        assert (await page.texts("#marks li"))[0].endswith(" started")
+        for process in psutil.Process(kept.process.pid).children():
+            process.kill()
+        await page.until(f"{MARKS}.includes(' died, started it was ended by SIGKILL')")
+        await page.until("!!document.querySelector('#failures .mark.death')", "in red")
+        await page.until("document.getElementById('failing').innerText === '2 failures in 5 min'")
+        for name, bars in (("24 h", 1), ("1 h", 1), ("5 min", 1)):
+            await page.click(f"#ranges button[value='{name}']")
+            await page.until(f"document.querySelectorAll('#bytes rect.read').length === {bars}")
+            assert await page.value("document.querySelectorAll('#bytes rect.unseen')[0].width.baseVal.value > 0")
+            assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
+        await page.click("#failing")
+        await page.until(f"{row(f'{request_id}-waits')}?.innerText.includes('daemon_died')", "it died with the daemon")
+        assert len(await page.texts("#rows tr")) == 2
+        await router.drain()
+        await page.until(f"{MARKS}.includes('drain')")
+    await engine.close()
 
 
 async def test_text_of_others_stays_text(chrome: Browser, pair: Pair) -> None:

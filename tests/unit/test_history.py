@@ -83,6 +83,8 @@ def test_a_day_is_kept_by_the_minute_and_five_minutes_by_five_seconds(file: File
     assert points[0].at == began + 11 * MINUTE
     assert [each.done for each in kept.told(DAY, 3600, 0)[0]][1:-1] == [60] * 23
     assert [each.at for each in kept.told(DAY, MINUTE, clock.now - 90)[0]] == [clock.now - 120, clock.now - 60]
+    whole, lately = kept.told(DAY, 3600, 0)[0], kept.told(DAY, 3600, clock.now - 90)[0]
+    assert lately == whole[-1:], "a point of several minutes is told whole"
     kept.ended(share(), "p")
     clock.now += 5
     kept.ended(share(), "p")

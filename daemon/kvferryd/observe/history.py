@@ -37,7 +37,7 @@ from kvferryd.observe import logs
 from kvferryd.observe.store import Figures, Rows, Slots, quantiles
 
 log = logs.get(__name__)
-MAGIC = b"kvferry history 1\n"
+MAGIC = b"kvferry history 2\n"
 """The layout: another one is begun anew."""
 DAY_S, MINUTE_S, SECONDS_S, SECONDS = 86_400, 60, 5, 64
 PEERS, NAMES, MARKS, RECORDS = 64, 63, 256, 1000
@@ -73,6 +73,8 @@ class History:
         self._seconds = Rows(file, self._records.end, SECONDS_S, SECONDS, 1)
         self._minutes = Rows(file, self._seconds.end, MINUTE_S, DAY_S // MINUTE_S, LINES)
         self.nbytes = self._minutes.end
+        self.began_at = 0
+        """Nothing is known of the time before, in seconds since 1970."""
         self._faulty = False
         self._lines: dict[str, int] = {}
         """By peer, from 1."""
@@ -139,16 +141,18 @@ class History:
         self, span_s: float, step_s: int, since: float, *, peers: bool = False
     ) -> tuple[list[HistoryPoint], list[HistoryMark], list[HistoryPeer]]:
         """(points, each of `step_s`, in which anything happened; marks; figures of each peer, if asked for) of the last
-        `span_s`, and none that has ended before `since`. Any thread; raises OSError."""
+        `span_s`, and no point that has ended before `since`. Any thread; raises OSError."""
         now = time.time()
-        first = max(since, now - span_s)
+        first = max(since // step_s * step_s, now - span_s)
         rows = (self._seconds if step_s < MINUTE_S else self._minutes).since(ALL, first, now)
         period = SECONDS_S if step_s < MINUTE_S else MINUTE_S
         points = [
             HistoryPoint(at=at, **figures.model_dump())
             for at, figures in self._figures(rows, rows["number"].astype(np.int64) * period // step_s * step_s)
         ]
-        marks = [mark for _, mark in sorted(self._marked(), key=lambda each: each[0]) if mark.at >= first]
+        marks = [
+            mark for _, mark in sorted(self._marked(), key=lambda each: each[0]) if mark.at >= max(since, now - span_s)
+        ]
         of_peers = []
         for name, line in [*self._lines.items(), (OTHER, OTHERS)] if peers else []:
             rows = self._minutes.since(line, first, now)
@@ -191,10 +195,13 @@ class History:
 
     def _open(self, because: str) -> None:
         head = MAGIC + self.nbytes.to_bytes(8, "little")
-        if os.pread(self._file.fileno(), len(head), 0) != head or os.fstat(self._file.fileno()).st_size != self.nbytes:
+        held = os.pread(self._file.fileno(), len(head) + 8, 0)
+        if not held.startswith(head) or os.fstat(self._file.fileno()).st_size != self.nbytes:
+            held = head + int(time.time()).to_bytes(8, "little")
             os.ftruncate(self._file.fileno(), 0)
             os.ftruncate(self._file.fileno(), self.nbytes)
-            os.pwrite(self._file.fileno(), head, 0)
+            os.pwrite(self._file.fileno(), held, 0)
+        self.began_at = int.from_bytes(held[len(head) :], "little")
         for index, number, data in self._peers:
             self._lines[data.decode(errors="replace")], self._seen[index + 1] = index + 1, number
         self._numbers = {data.decode(errors="replace"): index + 1 for index, _, data in self._codes}

@@ -1,12 +1,13 @@
 // The status page: asks the daemon for what is new, and hands it to the parts that draw.
 
-import { ask, now } from "./ask.js";
+import { ask } from "./ask.js";
 import { setDetail, tickDetail } from "./detail.js";
 import { at, entries, make, say } from "./dom.js";
 import { setEngines } from "./engines.js";
 import { setLeases, tickLeases } from "./leases.js";
+import { beginHistory, lookAtHistory } from "./history.js";
 import { looking, shown } from "./look.js";
-import { drawThroughput, drawTotals, sample } from "./overview.js";
+import { drawTotals } from "./overview.js";
 import { setPeers, tickPeers } from "./peers.js";
 import { setPlan } from "./plan.js";
 import { over } from "./record.js";
@@ -16,7 +17,7 @@ import { span } from "./units.js";
 const TICK_MS = 500, SLOW_MS = 30000, FIRST = 300, MOST = 1000, KEPT = 3000;
 const records = new Map();
 const inView = new Set();
-let ownRanks = new Map(), cursor = "", heldEngines = "", infoAt = -Infinity;
+let cursor = "", heldEngines = "", infoAt = -Infinity;
 
 function ready({ ready, reasons, warnings }) {
   const chip = at("ready");
@@ -77,9 +78,7 @@ async function lookAtAll() {
   const readiness = await ask("readyz"), { reasons } = readiness;
   const [transfers, totals] = await Promise.all([ask(`v1/transfers?${cursor ? `since=${cursor}&limit=${MOST}` : `limit=${FIRST}`}`), ask("v1/totals")]);
   if (performance.now() - infoAt > SLOW_MS) {
-    const [info, { engines }] = await Promise.all(["v1/info", "v1/engines?manifests=false"].map(ask));
-    facts(info);
-    ownRanks = new Map(engines.map(({ engine_id, rank }) => [engine_id, rank]));
+    facts(await ask("v1/info"));
     infoAt = performance.now();
   }
   const drain = reasons.includes("draining") ? await ask("v1/drain") : null;
@@ -89,11 +88,10 @@ async function lookAtAll() {
   ready(readiness);
   const all = [...records.values()];
   setTransfers(all);
-  sample(totals, all, ownRanks, now());
-  drawThroughput(now());
   drawTotals(totals, all);
   shown();
   route();
+  await lookAtHistory();
   await Promise.all([...inView].map((id) => SECTIONS[id]()));
 }
 
@@ -112,6 +110,7 @@ setInterval(() => {
   tickDetail();
 }, TICK_MS);
 beginTransfers();
+beginHistory();
 // A section is asked for while it is seen.
 const seeing = new IntersectionObserver((seen) => {
   for (const { target, isIntersecting } of seen) isIntersecting ? inView.add(target.id) : inView.delete(target.id);

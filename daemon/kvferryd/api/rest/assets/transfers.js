@@ -124,6 +124,10 @@ export function beginTransfers() {
     show();
   });
   at("states").append(...Object.keys(SHOWN).map((name) => make("button", { type: "button", value: name, class: name }, name, " ", make("small"))));
+  at("failing").addEventListener("click", () => {
+    at("states").querySelector(".failed").click();
+    at("transfers").scrollIntoView();
+  });
   at("states").addEventListener("click", (event) => {
     const button = event.target.closest("button");
     if (!button) return;
