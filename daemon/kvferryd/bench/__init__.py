@@ -16,6 +16,7 @@ PARTS = {
     "rpc": "grpc.aio between two processes: what a message and its answer cost at least",
     "watch": "what open status pages cost a daemon, with a full history",
     "first": "the first request between two engines that have never met, on host memory and on GPUs, beside later ones",
+    "again": "the first request after a daemon was killed under its keeper, on either side, beside later ones",
     "peers": "many peers: to meet them, to keep them, to order beside them, to replace them; a source of many readers",
     "gpu": "one, two or four GPUs: the copy ceiling, NIXL alone, and every way of kvferry with every layout change",
 }
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", type=int, default=100, metavar="N", help="peers: how many (1000 take some 4 GB)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    wanted = arguments.parts or [name for name in PARTS if name not in ("gpu", "first", "peers")]
+    wanted = arguments.parts or [name for name in PARTS if name not in ("gpu", "first", "again", "peers")]
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:
         parser.error(f"there is no part {unknown[0]}: choose from {', '.join(PARTS)}")
