@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, ended, until
 from lives import engine_on, published, reads_from
-from pair import Pair
+from pair import Pair, prefilled
 from ranks import Kv
 
 from kvferry import __version__
@@ -54,6 +55,30 @@ async def test_sigterm_waits_until_leases_are_read_and_then_exits_0(
     assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
     await asyncio.wait_for(engine.ranks[0].client.closed.wait(), TIMEOUT_S)
     assert not daemon.socket.exists()
+
+
+async def test_a_state_folder_keeps_the_history_of_a_daemon_that_is_killed(
+    pair: Pair, daemons: Daemons, stack: AsyncExitStack, request_id: str, tmp_path: Path
+) -> None:
+    (daemon,) = await daemons.start("keeps", 1, "--state", str(tmp_path / "state"))
+    engine, router = await engine_on(stack, "keeps", daemon)
+    kv, _ = await prefilled(pair, request_id)
+    await engine.gets(request_id, kv, source=pair.prefill.source())
+    waits = await router.order(OrderBody(request_id=f"{request_id}-waits", source=pair.prefill.source()))
+    second = daemons.fleet.daemon("too-many", flags=["--state", str(tmp_path / "state")])
+    assert await asyncio.to_thread(second.process.wait, TIMEOUT_S) != 0
+    assert "another daemon has" in second.log.read_text()
+    daemon.process.kill()
+    await asyncio.to_thread(daemon.process.wait)
+    again = daemons.fleet.again(daemon)
+    await daemons.fleet.ready(again, timeout_s=TIMEOUT_S)
+    records = {each.request_id: each for each in await router.transfers()}
+    assert records[request_id].state is TransferState.DONE
+    died = records[f"{request_id}-waits"]
+    assert died.transfer_id == waits.transfer_id and died.error is not None and died.error.code == "daemon_died"
+    told = await router.history()
+    assert sum(each.done for each in told.points) == sum(each.failed for each in told.points) == 1
+    assert [mark.kind.value for mark in told.marks] == ["start", "death", "start"]
 
 
 async def test_a_drain_ends_when_the_last_lease_expires(

@@ -188,6 +188,23 @@ async def test_leases_are_listed_with_who_reads_them(scene: Scene, kvferry: Kvfe
     await scene.source_router.revoke_lease(f"{request_id}-held")
 
 
+async def test_the_history_is_listed_by_time_and_by_peer(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
+    await scene.moved(request_id)
+    await scene.router.drain()
+    await scene.router.cancel_drain()
+    status, said = await kvferry("history", "--daemon", scene.here.url)
+    assert status == 0
+    times, peers = (each.splitlines()[1:] for each in said.split("\n\n"))
+    assert " start" in "".join(times) and re.search(r" drain +by 127\.0\.0\.1", "".join(times))
+    assert " drain cancelled" in "".join(times)
+    (source,) = [line.split() for line in peers if line.startswith("seen-source")]
+    totals = await scene.router.totals()
+    assert source[1:3] == say.size(totals.read_bytes).split()
+    told = json.loads((await kvferry("history", "--hours", "24", "--json", "--daemon", scene.there.url))[1])
+    assert [each["engine_id"] for each in told["peers"]] == ["seen-reader"]
+    assert told["peers"][0]["served_bytes"] == (await scene.source_router.totals()).served_bytes
+
+
 async def test_an_address_where_nobody_ever_answered_is_shown(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
     nowhere = "127.0.0.1:9"
     failed = await scene.failure(request_id, nowhere)

@@ -208,6 +208,13 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     leases.add_argument("--ended", type=int, default=20, metavar="N", help="the N that ended last, too (default: 20)")
     leases.add_argument("--limit", type=int, default=100, metavar="N", help="the newest N that are held (default: 100)")
+    history = asking(
+        "history", "what has ended since when, restarts, upgrades and drains",
+        "Lists what has ended in the last hour by five minutes, or in more hours by the hour, with the daemon's starts,"
+        " deaths, upgrades and drains between; then the same of each peer.",
+        "kvferry history", "kvferry history --hours 24", "kvferry history --json",
+    )  # fmt: skip
+    history.add_argument("--hours", type=int, choices=range(1, 25), default=1, metavar="N", help="1 to 24 (default: 1)")
     peers = asking(
         "peers", "whom the daemon reads from, how they fare, and who reads here",
         "Lists peers, those that do not answer first, and readers; with --prewarm shakes hands first, with --forget"
