@@ -34,7 +34,7 @@ from kvferry.schemas import (
     TransferState,
 )
 from kvferryd.observe import logs
-from kvferryd.observe.store import Figures, Rows, Slots, quantiles
+from kvferryd.observe.store import Figures, Rows, Slots, add, quantiles
 
 log = logs.get(__name__)
 MAGIC = b"kvferry history 2\n"
@@ -242,14 +242,7 @@ class History:
         number = self._number(code) if code else 0
         try:
             for rows, line in lines:
-                row = rows.row(line, now)
-                for name, value in figures.items():
-                    if value:
-                        row.add(name, value)
-                if number:
-                    row.code(number)
-                if took_ms is not None:
-                    row.took(took_ms)
+                add(rows.row(line, now), figures, number, took_ms)
                 rows.write(line)
         except OSError as error:
             self._fault(error)

@@ -10,7 +10,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,44 +30,32 @@ ROW = np.dtype([
     ("served_bytes", "<u8"), ("codes", [("code", "<u2"), ("times", "<u2")], (CODES,)), ("took", "<u2", (BUCKETS,)),
 ])  # fmt: skip
 """number: of the period, since 1970. code: 0 is none."""
-PLACES = {name: (field[1], field[0].itemsize) for name, field in dict(ROW.fields or {}).items()}
-"""(offset, bytes) of each field."""
+PACKED = struct.Struct(f"<IIIIQQ{2 * CODES}H{BUCKETS}H")
+"""The same, of plain numbers: numpy would take ten times as long for one row."""
+PLACES = {"done": 1, "failed": 2, "aborted": 3, "read_bytes": 4, "served_bytes": 5}
+COUNTED, TOOK = 6, 6 + 2 * CODES
+"""Places of the first code and of the first bucket."""
+MOST = (1 << 16) - 1, (1 << 32) - 1, (1 << 64) - 1
+"""Counts of two, four and eight bytes stop there."""
 Figures = npt.NDArray[Any]
 """An array of ROW."""
 
 
-class Row:
-    """A row that is being written: numpy would take ten times as long for a single figure."""
-
-    def __init__(self, held: bytes, number: int) -> None:
-        """held: what is in its place; that of another period is of a day before."""
-        self.held, self.number = bytearray(held), number
-        if int.from_bytes(held[:4], "little") != number:
-            self.held[:] = number.to_bytes(4, "little").ljust(len(held), b"\0")
-
-    def add(self, name: str, value: int) -> None:
-        self._add(*PLACES[name], value)
-
-    def took(self, ms: float) -> None:
-        at, nbytes = PLACES["took"]
-        step = nbytes // BUCKETS
-        bucket = round(PER_DOUBLING * math.log2(max(ms, LEAST_MS) / LEAST_MS))
-        self._add(at + step * min(bucket, BUCKETS - 1), step, 1)
-
-    def code(self, number: int) -> None:
-        """A failure by this code."""
-        at, nbytes = PLACES["codes"]
-        for place in range(at, at + nbytes, nbytes // CODES):
-            if int.from_bytes(self.held[place : place + 2], "little") in (0, number):
-                self.held[place : place + 2] = number.to_bytes(2, "little")
-                self._add(place + 2, 2, 1)
-                return
-
-    def _add(self, at: int, nbytes: int, value: int) -> None:
-        """A figure stops at its greatest."""
-        most = (1 << 8 * nbytes) - 1
-        now = min(int.from_bytes(self.held[at : at + nbytes], "little") + value, most)
-        self.held[at : at + nbytes] = now.to_bytes(nbytes, "little")
+def add(row: list[int], figures: Mapping[str, int], code: int, took_ms: float | None) -> None:
+    """figures: by name. code: the number of that of a failure; 0 for none."""
+    for name, value in figures.items():
+        if value:
+            place = PLACES[name]
+            row[place] = min(row[place] + value, MOST[1 if place < PLACES["read_bytes"] else 2])
+    if code:
+        for place in range(COUNTED, TOOK, 2):
+            if row[place] in (0, code):
+                row[place], row[place + 1] = code, min(row[place + 1] + 1, MOST[0])
+                break
+    if took_ms is not None:
+        bucket = round(PER_DOUBLING * math.log2(max(took_ms, LEAST_MS) / LEAST_MS))
+        place = TOOK + min(bucket, BUCKETS - 1)
+        row[place] = min(row[place] + 1, MOST[0])
 
 
 def quantiles(took: npt.NDArray[np.uint64], share: float) -> list[float | None]:
@@ -109,20 +97,23 @@ class Rows:
     def __init__(self, file: File, at: int, period_s: int, count: int, lines: int) -> None:
         self._file, self._at, self.period_s, self._count = file, at, period_s, count
         self.end = at + lines * count * ROW.itemsize
-        self._now: dict[int, Row] = {}
+        self._now: dict[int, list[int]] = {}
         """The row of each line that was written last."""
 
-    def row(self, line: int, now: float) -> Row:
+    def row(self, line: int, now: float) -> list[int]:
         """The row of this period, for adding to it; `write` follows. Raises OSError."""
         number, row = int(now) // self.period_s, self._now.get(line)
-        if row is None or row.number != number:
-            row = self._now[line] = Row(_read(self._file, self._place(line, number), ROW.itemsize), number)
+        if row is None or row[0] != number:
+            row = [*PACKED.unpack(_read(self._file, self._place(line, number), PACKED.size))]
+            if row[0] != number:
+                row = [number] + [0] * (len(row) - 1)
+            self._now[line] = row
         return row
 
     def write(self, line: int) -> None:
         """Raises OSError."""
         row = self._now[line]
-        os.pwrite(self._file.fileno(), row.held, self._place(line, row.number))
+        os.pwrite(self._file.fileno(), PACKED.pack(*row), self._place(line, row[0]))
 
     def since(self, line: int, first_s: float, now: float) -> Figures:
         """The rows of periods that have not ended at `first_s` and have begun by `now`, the oldest first. Any thread;

@@ -63,7 +63,7 @@ def began_of(transfer: Transfer) -> dict[str, object]:
         "transfer_id": transfer.transfer_id,
         "request_id": transfer.request_id,
         "engine_id": transfer.own.engine_id,
-        "source": source.model_dump() if source else None,
+        "source": vars(source) if source else None,
         "state": TransferState.WAITING,
         "attempt": transfer.attempt.number,
         "slowest_rank": transfer.own.rank,
