@@ -37,7 +37,8 @@ def test_source_ranks_that_published_different_prompts_are_not_read() -> None:
     it = attempt(None, None)
     told(it, 0, WHOLE)
     told(it, 1, replace(WHOLE, digest=b"another"))
-    assert code(it) == "ranks_disagree"
+    assert isinstance(it.do, t.Finish) and it.do.problem is not None
+    assert (it.do.problem.code, it.do.problem.field, it.nbytes) == ("ranks_disagree", "digest", 0)
 
 
 def test_a_source_rank_that_ends_with_fewer_tokens_is_found_when_the_others_have_ended() -> None:

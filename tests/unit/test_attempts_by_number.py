@@ -18,7 +18,6 @@ from kvferry.protocol import parts, requests
 from kvferry.protocol.attempts import Attempt
 from kvferry.schemas import TransferState
 from kvferry.tables import BlockTable
-from kvferryd.engine import Engine
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 
@@ -135,42 +134,12 @@ def test_an_order_that_comes_again_when_its_record_is_forgotten_is_no_new_one(ra
     assert found.value.field == "order_id"
 
 
-def test_an_order_that_comes_again_while_it_is_under_way_is_the_same(rank: Rank) -> None:
-    first, new = rank.order()
-    assert new and rank.order() == (first, False)
-    assert rank.receive(4) is first and first.attempt == Attempt(4)
-    assert rank.order() == (first, False) == rank.order(number=4)
-    with refused("order_conflict", "was ordered already, otherwise"):
-        rank.order(replace(ORDER, way="direct"))
-
-
 def test_an_order_that_names_an_attempt_that_has_ended_is_told_of_that_one(rank: Rank) -> None:
     first = rank.receive(1, order=ORDER)
     rank.end(first)
     assert rank.order(number=1) == (first, False)
     with refused("order_conflict", "ordered already, otherwise"):
         rank.order(replace(ORDER, way="direct"), number=1)
-
-
-def test_a_number_whose_attempt_has_ended_is_refused_with_why(rank: Rank) -> None:
-    rank.source.publish("r", range(2))
-    first = rank.receive(1, order=ORDER)
-    rank.world.run()
-    assert first.state is TransferState.DONE
-    with refused("order_conflict", "has ended already in attempt 1"):
-        rank.receive(1, order=ORDER)
-    rank.end(rank.receive(2))
-    with refused("aborted", "by the test"):
-        rank.receive(2)
-
-
-def test_an_order_that_names_an_attempt_to_come_waits_and_ends_nothing(rank: Rank) -> None:
-    now = rank.receive(1)
-    later, new = rank.order(number=3)
-    assert new and later is not now and not now.ended.is_set()
-    assert rank.receive(2, first=2) is not later
-    assert now.ended.is_set() and not later.ended.is_set()
-    assert rank.receive(3, first=4) is later
 
 
 def test_a_lease_that_the_engine_names_is_meant_where_a_router_has_ordered_any(rank: Rank) -> None:
@@ -182,26 +151,6 @@ def test_a_lease_that_the_engine_names_is_meant_where_a_router_has_ordered_any(r
     assert transfer is waiting
     rank.world.run()
     assert transfer.problem is not None and transfer.problem.code == "lease_ended"
-
-
-def test_the_highest_number_that_a_router_may_give_stands_in_no_way(rank: Rank) -> None:
-    """It waits for a reservation that never comes; its own deadline ends it."""
-    ordered, _ = rank.order(replace(ORDER, deadline_s=10.0), number=HIGHEST)
-    for number in (1, 2):
-        rank.source.publish("r", range(2))
-        transfer = rank.receive(number, order=ORDER, first=2 * number)
-        rank.world.run()
-        assert transfer.state is TransferState.DONE
-    assert not ordered.ended.is_set() and not ordered.reservation
-    rank.world.loop.pass_time(10.0)
-    assert ordered.problem is not None and ordered.problem.code == "deadline"
-    assert rank.receive(3).attempt == Attempt(3)
-
-
-def test_orders_that_bring_tables_and_reservations_are_two_kinds_of_attempts(rank: Rank) -> None:
-    rank.order_tables(0)
-    with refused("order_conflict", "another kind of attempts: its orders bring tables"):
-        rank.receive(1, first=2)
 
 
 def test_reservations_and_orders_that_bring_tables_are_two_kinds_of_attempts(rank: Rank) -> None:
@@ -222,67 +171,7 @@ def test_an_order_that_brings_tables_names_no_attempt(rank: Rank) -> None:
 # ---- reservations ----
 
 
-def test_a_lower_attempt_whose_order_is_about_to_end_comes_after_no_higher_one(rank: Rank) -> None:
-    """Both reservations come in one turn of the loop."""
-
-    def both(engine: Engine) -> Transfer:
-        higher = rank.jobs.receive(engine, "r", 5, _into(0), None, None)
-        with refused("stale_attempt"):
-            rank.jobs.receive(engine, "r", 3, _into(2), None, None)
-        return higher
-
-    ordered, _ = rank.order(number=3)
-    higher = rank.call(both)
-    assert ordered.problem is not None and ordered.problem.code == "superseded"
-    assert not higher.ended.is_set() and rank.receive(5) is higher
-
-
-def test_a_refused_reservation_is_the_end_of_an_attempt_that_was_ordered_by_its_number(rank: Rank) -> None:
-    blocking = rank.receive(1, request_id="s")
-    ordered, _ = rank.order(number=1)
-    with refused("blocks_not_quiet"):
-        rank.receive(1)
-    assert ordered.problem is not None and ordered.problem.code == "blocks_not_quiet"
-    rank.end(blocking)
-    with refused("blocks_not_quiet"):
-        rank.receive(1)
-    assert rank.receive(2).attempt == Attempt(2)
-
-
 # ---- rank 0 hands on ----
-
-
-def test_an_order_that_rank_0_hands_on_joins_the_reservation_of_its_number_alone(other: Rank) -> None:
-    first = other.receive(1)
-    assert other.handed(1) is first and other.handed(1) is first
-    second = other.handed(2)
-    assert second is not first and not first.ended.is_set(), "only a reservation begins an attempt"
-    assert other.receive(2, first=2) is second
-    assert first.problem is not None and first.problem.code == "superseded"
-    with refused("stale_attempt"):
-        other.handed(1)
-
-
-def test_a_reservation_that_comes_after_the_end_of_its_attempt_has_missed_it(other: Rank) -> None:
-    other.end(other.handed(1))
-    with refused("aborted", "by the test"):
-        other.receive(1)
-    assert other.receive(2).attempt == Attempt(2)
-
-
-def test_what_has_ended_elsewhere_refuses_its_own_number_and_lower_ones(other: Rank) -> None:
-    assert not other.ended_elsewhere(7)
-    with refused("aborted", "attempt 7 of request r has ended on another rank"):
-        other.receive(7)
-    with refused("stale_attempt"):
-        other.receive(6)
-    waiting = other.receive(8)
-    assert not other.ended_elsewhere(11) and not waiting.ended.is_set()
-    with refused("stale_attempt"):
-        other.receive(9)
-    with refused("aborted"):
-        other.handed(11)
-    assert other.receive(12, first=2).attempt == Attempt(12) and waiting.ended.is_set()
 
 
 def test_what_has_failed_elsewhere_may_be_tried_again(other: Rank) -> None:
@@ -297,24 +186,6 @@ def test_what_has_begun_here_and_ends_elsewhere_says_the_same(other: Rank, faile
     assert other.ended_elsewhere(7, failed=failed)
     assert part.problem is not None and part.problem.code == code
     assert part.problem.message.startswith("attempt 7 of request r has ended on another rank: ")
-
-
-def test_what_is_over_stays_over_when_a_lower_attempt_ends_after_it(other: Rank) -> None:
-    waiting = other.handed(1)
-    assert not other.ended_elsewhere(7)
-    other.end(waiting)
-    with refused("aborted", "attempt 7 of request r has ended on another rank"):
-        other.receive(7)
-    with refused("stale_attempt"):
-        other.handed(6)
-
-
-def test_orders_that_wait_for_a_lower_attempt_than_one_that_is_over_wait_in_vain(other: Rank) -> None:
-    waiting = other.handed(1)
-    assert not other.ended_elsewhere(7)
-    assert waiting.problem is not None and waiting.problem.code == "superseded"
-    with refused("stale_attempt"):
-        other.receive(1)
 
 
 def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined(other: Rank) -> None:

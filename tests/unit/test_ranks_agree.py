@@ -84,31 +84,11 @@ class Ranks:
         self.named[self.attempt + 1] = dataclasses.replace(ORDER, epoch="prefill-1", lease=lease)
         return self.anew(rank)
 
-    def start_source_anew(self) -> None:
-        """Its engine, too: in another epoch."""
-        self.world.kill(self.source.process)
-        manifest = self.source.engine.manifest.model_copy(update={"epoch": "prefill-2"})
-        self.source = Daemon(self.world, SOURCE, manifest, {0: SOURCE})
-
     def anew(self, rank: int) -> Transfer:
         """The engine's next attempt, which begins at this rank; into other blocks than the one before."""
         self.attempt += 1
         first = 4 * (self.attempt % 2)
         return self.reserve(rank, range(first, first + 4))
-
-    def own_of_all(self) -> list[Transfer]:
-        """The engine's next attempt, on all ranks, which names the source."""
-        self.attempt += 1
-        first = 4 * (self.attempt % 2)
-        return [self.reserve(rank, range(first, first + 4), order=ORDER) for rank in range(len(RANKS))]
-
-    def meet(self) -> None:
-        """A request is moved: hands are shaken then, and streams of leases are open."""
-        self.publish(0)
-        self.world.run(500)
-        for rank in range(len(RANKS)):
-            self.own(rank)
-        self.world.run(5000)
 
     def run_without(self, held: Callable[[], set[Step]]) -> None:
         """All that is under way goes on, but for these steps."""
@@ -221,54 +201,6 @@ def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Rank
     assert transfer.ranks[1].state is TransferState.DONE and transfer.problem is None
 
 
-def test_a_rank_whose_stream_breaks_is_asked_again_and_its_end_is_known(ranks: Ranks) -> None:
-    """It goes on meanwhile: its part is the same."""
-    transfer, part = ranks.own(0), ranks.own(1)
-    ranks.own(2)
-    ranks.world.run(500)
-    for _ in range(3):
-        for call in [each for each in ranks.world.streams() if (each._method, each._address) == ("Order", RANKS[1])]:
-            call.break_down()
-        ranks.world.run(500)
-        ranks.world.loop.pass_time(0.2)
-        ranks.world.run(500)
-    assert not part.ended.is_set()
-    ranks.publish(0)
-    ranks.world.run(5000)
-    ranks.world.loop.pass_time(2.0)
-    ranks.world.run(5000)
-    assert part.state is TransferState.DONE and transfer.state_of_all is TransferState.DONE, transfer.problem
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_ranks_are_never_done_with_one_number_of_two_epochs(ranks: Ranks, *, named: bool) -> None:
-    """The source's engine numbers its leases anew."""
-    ranks.publish(0)
-    parts = [ranks.reserve(0, order=ORDER_1 if named else dataclasses.replace(ORDER, lease=1))]
-    ranks.run_without(lambda: {step for rank in (1, 2) for step in ranks.calls("Order", rank)})
-    assert (parts[0].state, parts[0].lease) == (TransferState.DONE, 1)
-    ranks.start_source_anew()
-    ranks.publish(0)
-    for rank in (1, 2):
-        with contextlib.suppress(KvferryError):
-            parts.append(ranks.reserve(rank, order=dataclasses.replace(ORDER, lease=1)))
-    ranks.world.run(5000)
-    assert all(part.problem is not None for part in parts[1:])
-    ranks.come_to_rest()
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_ranks_whose_engine_names_the_lease_wait_for_nobody(ranks: Ranks, *, named: bool) -> None:
-    """They are done before rank 0 has begun."""
-    ranks.publish(0)
-    parts = [ranks.reserve(rank, order=ORDER_1 if named else ORDER) for rank in (2, 1)]
-    ranks.world.run(5000)
-    assert {part.state for part in parts} == {TransferState.DONE if named else TransferState.VERIFYING}
-    parts.append(ranks.reserve(0, order=ORDER_1 if named else ORDER))
-    ranks.world.run(5000)
-    assert {part.state for part in parts} == {TransferState.DONE} == {parts[-1].state_of_all}
-
-
 @pytest.mark.parametrize("named", [False, True])
 def test_an_engine_that_names_two_leases_is_done_at_no_leader(ranks: Ranks, *, named: bool) -> None:
     """Each rank reads what it is told by name; rank 0 is told none, or another. Each hears that they differ."""
@@ -292,19 +224,6 @@ def test_a_rank_is_told_no_lease_by_its_engine_alone(ranks: Ranks) -> None:
     with pytest.raises(Conflict) as refused:
         ranks.reserve(1, order=ORDER_1)
     assert (refused.value.code, refused.value.field) == ("order_conflict", "source.lease")
-
-
-def test_every_request_that_waits_on_a_stream_hears_that_it_is_lost(ranks: Ranks) -> None:
-    ranks.meet()
-    waiting = [ranks.receive(0, name, 1, range(8 + 4 * at, 12 + 4 * at), ORDER) for at, name in enumerate("stu")]
-    ranks.world.run(500)
-    assert {part.state for part in waiting} == {TransferState.CONNECTING}
-    ranks.world.kill(ranks.source.process)
-    ranks.world.run(500)
-    ranks.world.loop.pass_time(6.0)  # hands cannot be shaken anew
-    ranks.world.run(500)
-    assert all(part.ended.is_set() for part in waiting), [part.state for part in waiting]
-    assert all(part.problem is not None and part.problem.code != "deadline" for part in waiting)
 
 
 def test_orders_of_one_source_are_completed_by_each_other_and_never_changed() -> None:

@@ -16,7 +16,7 @@ from stepwise import Step, World
 from kvferry.errors import Conflict, Full
 from kvferry.protocol.claims import Claims
 from kvferry.protocol.reading import OPEN_AFTER_S
-from kvferry.schemas import Awaited, TransferState
+from kvferry.schemas import TransferState
 from kvferry.tables import BlockTable
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
@@ -48,8 +48,8 @@ class Two:
         world.run()
         self.peer = meeting.result()
 
-    def receive(self, request_id: str, blocks: range, way: str, digest: bytes = b"") -> Transfer:
-        reservation = Reservation({"full": BlockTable.of(list(blocks))}, None, digest)
+    def receive(self, request_id: str, blocks: range, way: str) -> Transfer:
+        reservation = Reservation({"full": BlockTable.of(list(blocks))}, None)
         order = Order("prefill", SOURCES[0], way=way)
         self.attempt += 1
         with self.world.within(self.reader.process):
@@ -58,12 +58,12 @@ class Two:
             )
         return transfer
 
-    def publish(self, request_id: str, blocks: range, digest: bytes = b"", *, anew: bool = False) -> None:
+    def publish(self, request_id: str, blocks: range, *, anew: bool = False) -> None:
         """On both. anew: what was published before is taken back."""
         for source in self.sources:
             if anew:
                 self.world.loop.call(source.engine.leases.revoke, request_id, "preempted")
-            source.publish(request_id, blocks, digest)
+            source.publish(request_id, blocks)
 
     def step_all(self, choose: Callable[[], list[Step]], until: Callable[[], bool] = lambda: False) -> None:
         """Take the first of these steps, again and again, until there is none or that holds."""
@@ -148,20 +148,6 @@ def test_a_rank_that_is_asked_again_does_not_ask_one_that_has_packed_all(
     assert transfer.nbytes == two.reader.memory.nbytes * len(blocks) // BLOCKS
 
 
-def test_what_the_source_had_when_it_was_opened_may_be_out_of_date_as_well(two: Two) -> None:
-    """It was of another prompt, and the next one is of the one that is wanted."""
-    blocks, world = range(4), two.world
-    two.publish("r", blocks, b"one", anew=True)
-    world.run()
-    transfer = two.receive("r", blocks, "direct", b"one")
-    two.publish("r", blocks, b"another", anew=True)
-    world.loop.pass_time(2 * OPEN_AFTER_S)
-    two.step_all(two.of_calls)
-    two.publish("r", blocks, b"one", anew=True)
-    world.run()
-    assert transfer.problem is None and two.is_there(blocks) and transfer.lease == 3
-
-
 @pytest.mark.parametrize("choice", [0, 1, 2, 5])
 def test_transfers_that_find_a_pairing_forgotten_each_go_by_one_that_is_known(two: Two, choice: int) -> None:
     """Whichever of them makes it."""
@@ -193,24 +179,6 @@ def test_a_plan_that_is_forgotten_each_time_it_was_made_fails_no_transfer(two: T
             two.sources[0].forget_pairings()
     assert world.asked["Pair"] >= before + times
     assert transfer.problem is None and two.is_there(blocks)
-
-
-def test_a_rank_that_is_lost_while_another_is_waited_for_is_not_read(two: Two) -> None:
-    """NIXL would say nothing of a host that has vanished."""
-    blocks, world = range(4), two.world
-    transfer = two.receive("r", blocks, "direct")
-    world.run()
-    assert transfer.waits_for is Awaited.PUBLISH
-    two.sources[0].publish("r", blocks)
-    world.run()
-    for stream in world.streams():
-        if stream.touches(two.sources[0].process):
-            stream.break_down()
-    two.step_all(lambda: two.of_rank(0))
-    two.sources[1].publish("r", blocks)
-    two.step_all(two.of_calls)
-    assert not world.flights()
-    assert transfer.problem is not None and transfer.problem.code == "peer_unreachable"
 
 
 def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_from(
@@ -257,24 +225,6 @@ def test_bytes_that_are_read_twice_are_served_twice_and_not_three_times(two: Two
     assert transfer.state is TransferState.DONE and two.is_there(blocks)
     (inbound,) = leases.inbound()
     assert inbound.bytes == 2 * transfer.nbytes / len(two.sources)
-
-
-@pytest.mark.parametrize("announced", [True, False])
-def test_ranks_that_published_different_prompts_under_one_id_are_not_read(two: Two, *, announced: bool) -> None:
-    """The order names no prompt, and both have as many tokens."""
-    blocks, world = range(4), two.world
-    if announced:
-        two.sources[0].publish("r", blocks, b"one")
-        two.sources[1].publish("r", blocks, b"another")
-        world.run()
-    transfer = two.receive("r", blocks, "direct")
-    world.run()
-    if not announced:
-        two.sources[0].publish("r", blocks, b"one")
-        two.sources[1].publish("r", blocks, b"another")
-        world.run()
-    assert transfer.problem is not None and transfer.problem.code == "ranks_disagree"
-    assert (transfer.problem.field, transfer.nbytes) == ("digest", 0)
 
 
 @pytest.mark.parametrize("failing", ["close_reading", "leave", "release", "tell", "on_end", "on_quiet"])
