@@ -127,6 +127,7 @@ class HandshakeReply(google.protobuf.message.Message):
     REGIONS_FIELD_NUMBER: builtins.int
     STAGING_FIELD_NUMBER: builtins.int
     SEVERAL_FIELD_NUMBER: builtins.int
+    UCX_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     version: builtins.str
     agent_name: builtins.str
@@ -147,6 +148,10 @@ class HandshakeReply(google.protobuf.message.Message):
     def staging(self) -> Global___Staging:
         """absent: nothing can be packed here"""
 
+    @property
+    def ucx(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """the addresses that UCX listens at for TCP, each with its interface: in words, for people"""
+
     def __init__(
         self,
         *,
@@ -159,9 +164,10 @@ class HandshakeReply(google.protobuf.message.Message):
         regions: collections.abc.Iterable[Global___RegionAddress] | None = ...,
         staging: Global___Staging | None = ...,
         several: builtins.bool = ...,
+        ucx: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest", "staging", b"staging"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "manifest", b"manifest", "members", b"members", "protocol", b"protocol", "regions", b"regions", "several", b"several", "staging", b"staging", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "manifest", b"manifest", "members", b"members", "protocol", b"protocol", "regions", b"regions", "several", b"several", "staging", b"staging", "ucx", b"ucx", "version", b"version"]) -> None: ...
 
 Global___HandshakeReply: typing_extensions.TypeAlias = HandshakeReply
 

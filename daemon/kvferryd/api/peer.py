@@ -38,6 +38,7 @@ from kvferryd.staging.share import pairing_of, prepare_gather
 from kvferryd.transfers.order import attempt_from_proto, check_source, order_from_proto, reservation_from_proto
 from kvferryd.transfers.record import json_of, share_of
 from kvferryd.transfers.transfer import Transfer
+from kvferryd.transport import ucx
 
 log = logs.get(__name__)
 PROGRESS_S = 0.1
@@ -52,6 +53,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         """node: where the other daemons of this node fetch descriptors."""
         self._ferry, self._callers, self._node = ferry, callers, node
         self.admit, self.sent_away = callers.enter, callers.ended
+        self._ucx = ucx.listens_at()
 
     @unary
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Context) -> peer_pb2.HandshakeReply:
@@ -74,7 +76,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 )
                 for id, region in readable.items()
             ],
-            staging=_staging(engine.arena) if engine.arena else None, several=True,
+            staging=_staging(engine.arena) if engine.arena else None, several=True, ucx=self._ucx,
         )  # fmt: skip
 
     @stream

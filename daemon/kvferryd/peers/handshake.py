@@ -33,6 +33,8 @@ LARGE = 1 << 30
 """Bytes of a request beside which what a way takes at all does not count."""
 STEPS = 12
 """Steps of a handshake, each of which may take a connect timeout."""
+NO_WAY = "NIXL_ERR_BACKEND"
+"""NIXL's word where UCX finds no way to the peer at all: no route, or no transport that both have."""
 OVER = frozenset({"unknown_engine", *LOST})
 """Codes with which a handshake is answered where the engine is no more."""
 
@@ -198,8 +200,8 @@ class Handshakes:
                     "peer_lost", f"engine {peer.engine_id} was registered anew at {rank.address} meanwhile",
                     field="address", value=rank.address, remedy="try again",
                 ) from None  # fmt: skip
-            if error.code == "peer_unreachable":
-                error = _apart(rank.address)
+            if error.code == "peer_unreachable" or NO_WAY in str(error.value):
+                error = _apart(rank)
             rank.channel.contact.met(unread=error)
             raise error from None
 
@@ -226,7 +228,7 @@ class Handshakes:
                     async with asyncio.timeout(self._config.connect_timeout_s):
                         await agent.warm(rank.agent_name, rank.readable[0])
             except TimeoutError:
-                raise _apart(rank.address) from None
+                raise _apart(rank) from None
 
 
 @contextlib.contextmanager
@@ -248,7 +250,10 @@ async def _undo(peer: PeerEngine | None, asked: Sequence[PeerRank]) -> None:
             rank.let_go()
 
 
-def _apart(address: str) -> PeerFailed:
-    why = f"the daemon at {address} answers, and NIXL does not connect to its memory"
+def _apart(rank: PeerRank) -> PeerFailed:
+    why = f"the daemon at {rank.address} answers, and NIXL does not connect to its memory"
     remedy = "look at the fabric between the two: UCX's ports, its devices and transports (`kvferry doctor` on both)"
-    return PeerFailed("peer_unreachable", why, field="address", value=address, remedy=remedy)
+    if rank.ucx:
+        why += f": over TCP UCX listens there at {rank.ucx}"
+        remedy += "; reads need a way to that address without NAT, or another interface there (NET_DEVICES in ucx)"
+    return PeerFailed("peer_unreachable", why, field="address", value=rank.address, remedy=remedy)

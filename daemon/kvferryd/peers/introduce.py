@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 from kvferry import __version__
-from kvferry.errors import Conflict, PeerFailed
+from kvferry.errors import LONGEST, Conflict, PeerFailed, shorten
 from kvferry.manifest import Manifest
 from kvferry.manifest.model import MOST
 from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
@@ -112,7 +112,8 @@ def _rank(
     )
     told = reply.protocol, reply.version, reply.agent_name, reply.agent_metadata
     slow = any(region.slow for region in reply.regions)
-    return PeerRank(channel, manifest, *told, regions, opening, staging, slow, reply.several)
+    listens = shorten(", ".join(reply.ucx), LONGEST)
+    return PeerRank(channel, manifest, *told, regions, opening, staging, slow, reply.several, listens)
 
 
 def reader_of(engine: Engine, source: str) -> peer_pb2.Reader:

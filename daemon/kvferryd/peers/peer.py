@@ -67,6 +67,8 @@ class PeerRank:
     """A direct read of its memory is slow."""
     several: bool = False
     """It takes several requests in one."""
+    ucx: str = ""
+    """Where UCX listens there for TCP, in its own words; empty for nowhere, or where it does not say."""
     pairing: str = ""
     """The peer's name for the plan between us; empty until it has planned."""
     figures: Figures = field(default_factory=Figures)

@@ -45,6 +45,18 @@ def set_up(config: Config) -> Mapping[str, str]:
     return {name: os.environ[name] for name in ("UCX_TCP_PORT_RANGE", "UCX_NET_DEVICES")}
 
 
+def listens_at() -> list[str]:
+    """The addresses at which UCX listens for TCP, each with its interface, once it is set up."""
+    chosen = os.environ.get("UCX_NET_DEVICES", "").split(",") if "UCX_TCP_PORT_RANGE" in os.environ else []
+    everywhere = chosen == ["all"]
+    return [
+        f"{address} ({name})"
+        for name, held in sorted(_addresses().items()) if everywhere or name in chosen
+        for address in sorted(held)
+        if not address.startswith("fe80:")
+    ]  # fmt: skip
+
+
 def _interfaces(config: Config) -> list[str]:
     """The interfaces that have the address of `peer`, or of `advertise` where `peer` is every interface."""
     address = config.advertise if is_wildcard(config.peer) else config.peer
