@@ -261,7 +261,7 @@ class BlockingEngineClient:
                 for region in self._allocated if not client.resumed else ():
                     if isinstance(region, CudaRegion) and not region.outlives_daemon:
                         message = "the cache lies in GPU memory of a daemon that has gone, which no other can be given"
-                        remedy = "start the engine again, beside a daemon that a keeper runs (kvferry keep)"
+                        remedy = "start the engine again, beside a daemon with a keeper (kvferry keep) or node_dir"
                         raise _MemoryGone("memory_gone", message, field="region", value=region.id, remedy=remedy)
                     await client.adopt(region, again=True)
                 has_all = True

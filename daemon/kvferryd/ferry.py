@@ -29,6 +29,7 @@ from kvferryd.engine.registry import Engines
 from kvferryd.leases.record import reader_id
 from kvferryd.memory import provider
 from kvferryd.memory.kept import Keeper
+from kvferryd.memory.node import NodeDir
 from kvferryd.observe import logs, spans
 from kvferryd.observe.history import History, opened
 from kvferryd.observe.metrics import Metrics, total
@@ -78,7 +79,8 @@ class Ferry:
         self.proof = self.certificates or _shared_secret(config)
         """How peers prove themselves; None on loopback only."""
         remembered = Remembered(keeper.peers if keeper else None)
-        self.peers_known, self.inbound = Peers(config, metrics, self.proof, remembered), Inbound(remembered)
+        self.node = NodeDir.of(config)
+        self.peers_known, self.inbound = Peers(config, metrics, self.proof, remembered, self.node), Inbound(remembered)
         self.roster = Roster(config, self.peers_known.channels, Seed(), self.instance, self._on_roster)
         self.spans = spans.made(self.instance)
         self.notes = Notes(lambda: self.jobs.unfinished > 0)

@@ -50,7 +50,9 @@ def behind(daemons: Daemons, far: Host, name: str) -> DaemonService:
     told = f"{far.there}:{port}"
     flags = [
         "--rest", rest, "--peer", f"{INSIDE}:{port}", "--advertise", told, "--roster", told,
-        "--allow-peers", f"{far.here},{far.there},{INSIDE}", "--peer-secret-file", str(daemons.fleet.directory / "peer-secret"), "--ucx", f"TLS={TCP_ALONE}",
+        "--allow-peers", f"{far.here},{far.there},{INSIDE}",
+        "--peer-secret-file", str(daemons.fleet.directory / "peer-secret"),
+        "--ucx", f"TLS={TCP_ALONE}",
     ]  # fmt: skip
     with far.inside():
         return replace(daemons.fleet.daemon(name, flags=flags), url=f"http://{rest}", peer=told)

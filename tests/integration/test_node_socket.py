@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,16 @@ import pytest
 from kvferry.errors import KvferryError
 from kvferry.file import File
 from kvferry.memory.handover import SUFFIX, fetch, hand_over, open_pipe
-from kvferryd.api.node import NodeSocket
+from kvferryd.api.node import MOST, NodeSocket
+from kvferryd.config import Config
+from kvferryd.memory.node import NodeDir
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[NodeSocket]:
-    socket = NodeSocket(tmp_path)
+    socket = NodeSocket(NodeDir(tmp_path, "id"))
     async with socket.serving():
         yield socket
     assert not os.listdir(tmp_path)
@@ -60,6 +63,42 @@ async def test_a_ticket_is_good_with_its_session_alone_and_for_so_many(
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+async def test_what_nobody_has_fetched_is_closed_with_its_call(tmp_path: Path, node: NodeSocket, file: File) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    tickets = [node.offer("call", [file] * 200) for _ in range(3)]
+    other = node.offer("another", [file])
+    node.withdraw("call")
+    node.withdraw("call")
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    for ticket in tickets:
+        with pytest.raises(KvferryError) as refused:
+            await fetched(tmp_path, node, "call", ticket, 200)
+        assert refused.value.code == "unknown_ticket"
+    File.close_all(await fetched(tmp_path, node, "another", other))
+
+
+async def test_a_call_is_offered_so_many(node: NodeSocket, file: File) -> None:
+    for _ in range(MOST // 200):
+        node.offer("call", [file] * 200)
+    with pytest.raises(KvferryError) as refused:
+        node.offer("call", [file] * 200)
+    assert refused.value.code == "too_many_files"
+    node.withdraw("call")
+
+
+def test_daemons_of_one_folder_have_one_id(tmp_path: Path) -> None:
+    config = Config(device="cuda:0", node_dir=tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        made = [each.id for each in pool.map(NodeDir.of, [config] * 8) if each]
+    assert len(made) == 8 and len(set(made)) == 1 and len(made[0]) == 32
+    assert os.listdir(tmp_path) == ["node-id"]
+    assert NodeDir.of(Config(node_dir=tmp_path)) is None, "host memory is mapped by nobody"
+    (tmp_path / "node-id").write_text("no id")
+    with pytest.raises(KvferryError) as refused:
+        NodeDir.of(config)
+    assert (refused.value.code, refused.value.field) == ("bad_config", "node_dir")
+
+
 async def test_peers_give_no_files_and_open_no_pipe(tmp_path: Path, node: NodeSocket, file: File) -> None:
     for call in (hand_over, lambda path, session, _: open_pipe(path, session)):
         with pytest.raises(KvferryError) as refused:
@@ -75,7 +114,7 @@ async def test_sockets_of_dead_daemons_are_removed_and_those_of_living_ones_stay
         left.bind(str(dead))
     other.touch()
     ticket = node.offer("call", [file])
-    async with NodeSocket(tmp_path).serving():
+    async with NodeSocket(NodeDir(tmp_path, "id")).serving():
         assert not dead.exists() and other.exists()
         File.close_all(await fetched(tmp_path, node, "call", ticket))
     other.unlink()
@@ -83,6 +122,6 @@ async def test_sockets_of_dead_daemons_are_removed_and_those_of_living_ones_stay
 
 async def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(KvferryError) as refused:
-        async with NodeSocket(tmp_path / "none").serving():
+        async with NodeSocket(NodeDir(tmp_path / "none", "id")).serving():
             pytest.fail("it serves")
     assert (refused.value.code, refused.value.field) == ("bad_config", "node_dir")

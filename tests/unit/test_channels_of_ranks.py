@@ -23,6 +23,7 @@ from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
 from kvferryd.engine.session import Session
 from kvferryd.leases.leases import Leases
+from kvferryd.observe.history import opened
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers import channels
 from kvferryd.peers.peers import Peers
@@ -57,7 +58,7 @@ async def silent() -> AsyncIterator[str]:
 async def test_a_rank_that_is_told_of_an_end_after_its_engine_has_gone_keeps_no_channel() -> None:
     config, metrics = Config(connect_timeout_s=0.1, deadline_s=1.0), Metrics()
     peers = Peers(config, metrics)
-    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None, "instance")
+    jobs = Transfers(config, peers, metrics, opened(), Notes(lambda: False), lambda: None, "instance")
     async with asyncio.timeout(60), silent() as address:
         engine = first_of(address)
         transfer = jobs.receive(engine, "r", 1, reserved(engine), Order("p", address), None)
@@ -99,7 +100,7 @@ class Rank2(peer_pb2_grpc.PeerServicer):
 async def test_what_breaks_over_one_rank_fails_the_transfer_of_all_and_leaves_none_waiting() -> None:
     config, metrics = Config(), Metrics()
     peers, servers, addresses = Peers(config, metrics), [], []
-    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None, "instance")
+    jobs = Transfers(config, peers, metrics, opened(), Notes(lambda: False), lambda: None, "instance")
     for service in (Rank1(), Rank2()):
         servers.append(grpc.aio.server(options=PEER_OPTIONS))
         peer_pb2_grpc.add_PeerServicer_to_server(service, servers[-1])
@@ -120,7 +121,7 @@ async def test_what_breaks_over_one_rank_fails_the_transfer_of_all_and_leaves_no
 async def jobs() -> AsyncIterator[Transfers]:
     config, metrics = Config(connect_timeout_s=0.2), Metrics()
     peers = Peers(config, metrics)
-    jobs = Transfers(config, peers, metrics, Notes(lambda: False), lambda: None, "instance")
+    jobs = Transfers(config, peers, metrics, opened(), Notes(lambda: False), lambda: None, "instance")
     yield jobs
     await jobs.close()
     await peers.close()

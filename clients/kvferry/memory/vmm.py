@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ctypes import byref, c_int, c_uint64
 from dataclasses import dataclass
 
-from kvferry.errors import Malformed
+from kvferry.errors import Malformed, Unavailable
 from kvferry.file import File
 from kvferry.memory.cuda import GRANULE, Device
 from kvferry.memory.cuda_driver import Access, Location, Properties, call
@@ -38,17 +38,26 @@ class Allocations:
     nbytes: tuple[int, ...]
     offset: int
 
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The same as another process has sent them. The descriptors are closed with the last reference."""
+
+    files: tuple[File, ...]
+    nbytes: tuple[int, ...]
+    offset: int
+
     @property
     def allocation_nbytes(self) -> int:
         return sum(self.nbytes)
 
     def opened(self, device: Device) -> VmmMapping:
         """Mapped for this GPU. Raises KvferryError."""
-        return VmmMapping(device, self.files, self.nbytes)
-
-    def close(self) -> None:
-        for file in self.files:
-            os.close(file)
+        return VmmMapping(device, [file.fileno() for file in self.files], self.nbytes)
 
 
 def create(device: Device, nbytes: int) -> File:
@@ -114,7 +123,7 @@ class VmmMapping:
             remedy = "hand over one file for each allocation, with its size (kvferry.memory.vmm.export)"
             raise Malformed("region_out_of_bounds", message, field="vmm.nbytes", value=list(sizes), remedy=remedy)
         self.device, self.nbytes = device, sum(sizes)
-        self._lock, self._holds = threading.Lock(), 0
+        self._lock, self._users = threading.RLock(), 1
         self._mapped = list[tuple[int, int]]()
         with device:
             address = c_uint64()
@@ -142,26 +151,31 @@ class VmmMapping:
         self._mapped.append((address, nbytes))
 
     def hold(self) -> Hold:
+        """Raises KvferryError (`region_closed`) when nothing keeps it mapped any more."""
         with self._lock:
-            self._holds += 1
+            if not self._users:
+                why, remedy = "the memory is not mapped here any more", "allocate or adopt it anew"
+                raise Unavailable("region_closed", why, field="region", value=hex(self.address), remedy=remedy)
+            self._users += 1
         return Hold(self)
 
     def close(self) -> None:
-        """Idempotent. Nothing on the GPU may use the memory any more, but by those who hold it."""
+        """Idempotent. It waits for work on the GPU that may still use the memory."""
         with self._lock:
             self._open, was = False, self._open
-            if was and not self._holds:
-                self._unmap()
+            if was:
+                self.let_go()
 
     def let_go(self) -> None:
-        """A hold is over."""
+        """Of whom has opened it, or holds it: each once."""
         with self._lock:
-            self._holds -= 1
-            if not self._holds and not self._open:
+            self._users -= 1
+            if not self._users:
                 self._unmap()
 
     def _unmap(self) -> None:
         with self.device:
+            call("cuCtxSynchronize")  # what is queued would find its addresses gone: cuMemUnmap waits for nothing
             for address, nbytes in self._mapped:
                 call("cuMemUnmap", address, nbytes)
             call("cuMemAddressFree", self.address, self.nbytes)

@@ -209,14 +209,14 @@ class MapRequest(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     epoch: builtins.str
-    node: builtins.bool
-    """the reader shares a folder with the daemons of its node: memory that has descriptors may be fetched there"""
+    node: builtins.str
+    """the id of the folder that the reader shares with the daemons of its node; empty: none"""
     def __init__(
         self,
         *,
         engine_id: builtins.str = ...,
         epoch: builtins.str = ...,
-        node: builtins.bool = ...,
+        node: builtins.str = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "node", b"node"]) -> None: ...
 

@@ -12,6 +12,7 @@ import asyncio
 import os
 import secrets
 import socket
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -37,7 +38,6 @@ MAX_CONNECTIONS, BACKLOG = 16, 128
 
 @dataclass(slots=True)
 class _Held:
-    session: str
     files: Files
     offered: bool
     """The other end may fetch them: they are the daemon's. Otherwise it has handed them over, for a call."""
@@ -50,26 +50,28 @@ class Handovers:
     a socket for peers."""
 
     def __init__(
-        self, introduce: Callable[[str, Process | None], None] | None = None, pipe: Callable[[str], Pipe] | None = None
-    ) -> None:
+        self, introduce: Callable[[str, Process | None], None] | None = None,
+        pipe: Callable[[str], Pipe] | None = None, *, most: int = MAX_FILES,
+    ) -> None:  # fmt: skip
+        """most: files that are held for a session at once."""
+        self._most = most
         self._introduce, self._pipe = introduce, pipe
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, dict[str, _Held]] = defaultdict(dict)
+        """By session and ticket."""
         self._exchanges = Tasks()
         self._places = asyncio.Semaphore(MAX_CONNECTIONS)
 
     def take(self, session: str, ticket: str, *, offered: bool = False) -> Files:
         """Files that the engine of this session has handed over, or with `offered` those that it fetches. The caller's
         from now on. Raises KvferryError (`unknown_ticket`)."""
-        held = self._held.get(ticket)
-        if held is None or (held.session, held.offered) != (session, offered):
+        held = self._held.get(session, {}).get(ticket)
+        if held is None or held.offered is not offered:
             raise NotFound(
                 "unknown_ticket",
                 f"no files are held for this session under the ticket; files are held for {HELD_S:g} s",
                 field="ticket", value=ticket, remedy="hand the files over again and name the ticket at once",
             )  # fmt: skip
-        held.expiry.cancel()
-        del self._held[ticket]
-        return held.files
+        return self._let_go(session, ticket).files
 
     @asynccontextmanager
     async def serving(self, path: Path, made_at: Path | None = None) -> AsyncIterator[None]:
@@ -95,8 +97,8 @@ class Handovers:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks, timeout=EXCHANGE_S)
-                for ticket in list(self._held):
-                    self._expire(ticket)
+                for session in list(self._held):
+                    self.withdraw(session)
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -189,18 +191,28 @@ class Handovers:
     def _hold(self, session: str, files: Files, *, offered: bool) -> str:
         """A ticket for files, which are closed if nobody takes them with it. They stay the caller's where it raises
         KvferryError (`too_many_files`)."""
-        held = sum(len(each.files.numbers) for each in self._held.values() if each.session == session)
-        if (count := held + len(files.numbers)) > MAX_FILES:
+        held = sum(len(each.files.numbers) for each in self._held.get(session, {}).values())
+        if (count := held + len(files.numbers)) > self._most:
             raise too_many_files(count)
         ticket = secrets.token_urlsafe(16)
-        expiry = asyncio.get_running_loop().call_later(HELD_S, self._expire, ticket)
-        self._held[ticket] = _Held(session, files.moved(), offered, expiry)
+        expiry = asyncio.get_running_loop().call_later(HELD_S, self._expire, session, ticket)
+        self._held[session][ticket] = _Held(files.moved(), offered, expiry)
         return ticket
 
-    def _expire(self, ticket: str) -> None:
-        held = self._held.pop(ticket)
+    def withdraw(self, session: str) -> None:
+        """The files that are held for a session are closed. Idempotent."""
+        for ticket in list(self._held.get(session, ())):
+            self._expire(session, ticket)
+
+    def _expire(self, session: str, ticket: str) -> None:
+        self._let_go(session, ticket).files.close()
+
+    def _let_go(self, session: str, ticket: str) -> _Held:
+        held = self._held[session].pop(ticket)
+        if not self._held[session]:
+            del self._held[session]
         held.expiry.cancel()
-        held.files.close()
+        return held
 
 
 async def _receive(connection: socket.socket, files: Files) -> bytes:

@@ -13,15 +13,18 @@ from kvferry.file import File
 from kvferry.memory.handover import SUFFIX
 from kvferryd.api.handover import Handovers
 from kvferryd.config import bad_config
+from kvferryd.memory.node import NodeDir
 from kvferryd.observe import logs
 
 log = logs.get(__name__)
 CONNECT_S = 0.2
+MOST = 4096
+"""Descriptors that are offered to a peer at once."""
 
 
 class NodeSocket:
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._handovers = folder, Handovers()
+    def __init__(self, node: NodeDir) -> None:
+        self._folder, self._handovers = node.folder, Handovers(most=MOST)
         self.name = f"node-{secrets.token_hex(8)}"
         """Told to peers: the socket's file has SUFFIX behind it."""
 
@@ -37,13 +40,19 @@ class NodeSocket:
                 await stack.enter_async_context(serving)
             except OSError as error:
                 remedy = "name a folder that this user may write to, and that the other daemons of the node have too"
-                raise bad_config("node_dir", self._folder, f"it holds no socket: {error.strerror}", remedy) from None
+                raise bad_config(
+                    "node_dir", self._folder, f"it holds no socket: {error.strerror or error}", remedy
+                ) from None
             yield
 
     def offer(self, session: str, files: Sequence[File]) -> str:
         """A ticket for copies of the files, which a peer fetches once, within seconds, naming this session. Raises
         KvferryError (`too_many_files`, `handover_failed`)."""
         return self._handovers.offer(session, files)
+
+    def withdraw(self, session: str) -> None:
+        """What was offered and not fetched is closed. Idempotent."""
+        self._handovers.withdraw(session)
 
 
 def _sweep(folder: Path) -> None:

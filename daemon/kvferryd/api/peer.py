@@ -31,6 +31,7 @@ from kvferryd.leases.gather import Gatherer
 from kvferryd.leases.record import reader_id
 from kvferryd.leases.stream import ServedStream
 from kvferryd.memory import Region
+from kvferryd.memory.node import NodeDir
 from kvferryd.observe import logs
 from kvferryd.peers.roster import member_of
 from kvferryd.staging.arena import Arena
@@ -117,25 +118,28 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         if self._ferry.config.strict:
             reply.refusal = "the source is strict: it lets peers read staging slots only"
         else:
-            regions = dict(engine.session.regions)
-            reply.regions.extend(await asyncio.to_thread(_mappable, regions))
-            if request.node and self._node is not None:
+            regions, node = dict(engine.session.regions), self._ferry.node
+            apart = _apart(node, request.node)
+            if self._node is not None and not apart:
                 reply.socket, reply.session = self._node.name, secrets.token_urlsafe(16)
-            for mappable in reply.regions:
-                if mappable.HasField("shared"):
-                    self._share(mappable, regions[mappable.id], reply.session)
-        yield reply
-        await engine.session.retired.wait()  # the open stream is the memory's liveness
+        try:
+            if not reply.refusal:
+                offers = {id: self._offer(region, reply.session, apart) for id, region in regions.items()}
+                reply.regions.extend(await asyncio.to_thread(_mappable, regions, offers))
+            yield reply
+            await engine.session.retired.wait()  # the open stream is the memory's liveness
+        finally:
+            if self._node is not None:
+                self._node.withdraw(reply.session)
 
-    def _share(self, mappable: peer_pb2.MappableRegion, region: Region, session: str) -> None:
-        """Offer the descriptors of a region, or say why not."""
-        if self._node is None or not session:
-            side = "source" if self._node is None else "reader"
-            why = f"the {side} has no folder with its node's daemons (node_dir)"
-            mappable.refusal = f"it is VMM-backed, which is shared as descriptors, and {why}"
-            mappable.ClearField("shared")
-        else:
-            mappable.shared.ticket = self._node.offer(session, region.files)
+    def _offer(self, region: Region, session: str, apart: str) -> tuple[str, str]:
+        """(the ticket for the descriptors of a region; why there is none). Both are empty for memory with a handle."""
+        if self._node is None or apart or region.told.WhichOneof("kind") != "vmm":
+            return "", apart
+        try:
+            return self._node.offer(session, region.files), ""
+        except KvferryError as error:
+            return "", str(error)
 
     @stream
     async def Read(
@@ -301,21 +305,40 @@ def _read(request: peer_pb2.PairRequest) -> tuple[list[Manifest], Manifest]:
     return [manifest_from_proto(source) for source in request.sources], manifest_from_proto(request.destination)
 
 
-def _mappable(regions: Mapping[int, Region]) -> list[peer_pb2.MappableRegion]:
+def _mappable(
+    regions: Mapping[int, Region], offers: Mapping[int, tuple[str, str]]
+) -> list[peer_pb2.MappableRegion]:  # fmt: skip
+    """offers: of `_offer`."""
     found = []
     for id, region in regions.items():
         mappable = peer_pb2.MappableRegion(id=id, nbytes=region.span.nbytes)
-        if (probe := region.probe()) is None:
-            mappable.refusal = region.unmappable
-        else:
-            memory = region.exported(id)
-            if memory.HasField("vmm"):
-                mappable.shared.CopyFrom(memory.vmm)
-            else:
-                mappable.allocation.CopyFrom(memory.cuda)
-            mappable.probe_offset, mappable.probe = probe.offset, probe.held
         found.append(mappable)
+        (ticket, why), memory = offers[id], region.exported(id)
+        if memory.HasField("vmm") and not ticket:
+            mappable.refusal = f"it is VMM-backed, which is shared as descriptors, and {why}"
+            continue
+        try:
+            probe = region.probe()
+        except KvferryError as error:  # its engine is ending
+            mappable.refusal = str(error)
+            continue
+        if probe is None:
+            mappable.refusal = region.unmappable
+            continue
+        if memory.HasField("vmm"):
+            mappable.shared.CopyFrom(memory.vmm)
+            mappable.shared.ticket = ticket
+        else:
+            mappable.allocation.CopyFrom(memory.cuda)
+        mappable.probe_offset, mappable.probe = probe.offset, probe.held
     return found
+
+
+def _apart(node: NodeDir | None, theirs: str) -> str:
+    """Why no descriptors are handed to a reader that names this node; empty where they are."""
+    if node is None or not theirs:
+        return f"the {'source' if node is None else 'reader'} has no folder with its node's daemons (node_dir)"
+    return "" if theirs == node.id else "the reader is on another node, or shares another folder there (node_dir)"
 
 
 def _members(members: Mapping[int, str], epoch: str) -> list[peer_pb2.Member]:

@@ -192,7 +192,7 @@ def ipc(config: Config) -> Iterator[Finding]:
 def pid_namespace(config: Config) -> Iterator[Finding]:
     first = Path("/proc/1/comm").read_text().strip()
     alone = first not in ("pause", "systemd", "init") and Path("/proc/1/cgroup").read_text().strip() == "0::/"
-    if config.device != "cpu" and alone:
+    if config.device != "cpu" and alone and config.node_dir is None:
         yield note(
             f"process 1 is {first}: this container seems to have a PID namespace of its own, across which UCX does not"
             " use cuda_ipc, and CUDA cannot open the memory of a process that has the same number",

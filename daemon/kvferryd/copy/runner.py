@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from kvferry.errors import Internal, KvferryError
 from kvferry.memory import CudaRegion, cuda
-from kvferry.memory.vmm import Allocations, VmmMapping
+from kvferry.memory.vmm import Fetched, VmmMapping
 from kvferryd.aio import Timer, Worker, made_on, submit
 from kvferryd.copy.batch import Batch
 from kvferryd.copy.copying import CLOSE_S, Build, Copying, HostCopies, closed, given_up, typed
@@ -126,9 +126,7 @@ class Runner:
         """Compile, one by one between other work, what peers of other layouts may need. Triton keeps it on disk."""
         self._worker.put(lambda: self._compile(USUAL))
 
-    async def open(
-        self, allocation: cuda.Exported | Allocations, nbytes: int, probe: Probe | None = None
-    ) -> CudaRegion:
+    async def open(self, allocation: cuda.Exported | Fetched, nbytes: int, probe: Probe | None = None) -> CudaRegion:
         """Map a peer's region and make sure that it is the peer's; without `probe` it is only held, not read.
 
         End it with `unmap`. Raises KvferryError: `probe_failed`, `cuda_ipc_failed`, ...
@@ -300,7 +298,7 @@ class Runner:
                 log.warning("kernel not compiled", shape=shapes[0], why=str(typed(error)))
             self._worker.put(lambda: self._compile(shapes[1:]))
 
-    def _open(self, allocation: cuda.Exported | Allocations, nbytes: int, probe: Probe | None) -> CudaRegion:
+    def _open(self, allocation: cuda.Exported | Fetched, nbytes: int, probe: Probe | None) -> CudaRegion:
         mapping = allocation.opened(self.device)
         region = CudaRegion(0, "cuda", nbytes, allocation.offset, self.device, mapping)
         try:
@@ -313,7 +311,7 @@ class Runner:
         return region
 
     def _check(
-        self, mapping: cuda.Mapping | VmmMapping, allocation: cuda.Exported | Allocations, nbytes: int, probe: Probe
+        self, mapping: cuda.Mapping | VmmMapping, allocation: cuda.Exported | Fetched, nbytes: int, probe: Probe
     ) -> None:
         fits = (
             mapping.nbytes == allocation.allocation_nbytes

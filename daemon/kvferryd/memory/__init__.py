@@ -66,7 +66,8 @@ class Region:
     unmappable: str = ""
     """Why a peer cannot map it, likewise."""
     probe: Callable[[], Probe | None] = lambda: None
-    """None for memory that a peer cannot map. Blocks for as long as reading a few bytes takes."""
+    """None for memory that a peer cannot map. Blocks for as long as reading a few bytes takes. Raises KvferryError when
+    the memory has been given back."""
     files: Sequence[File] = field(default=(), repr=False)
     """They keep the memory, which goes when the last process that has them open, daemon or engine, has gone. None of
     GPU memory that goes with the daemon; of others one, or one for each of an engine's own allocations."""

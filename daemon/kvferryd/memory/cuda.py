@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 
 from kvferry.errors import Full, KvferryError, Malformed
 from kvferry.file import File
-from kvferry.memory import cuda, open_cuda_region, vmm
+from kvferry.memory import CudaRegion, cuda, open_cuda_region, vmm
 from kvferry.memory.regions import check_inside
 from kvferry.memory.vmm import VmmMapping
 from kvferry.v1 import engine_pb2
@@ -130,15 +130,18 @@ class CudaProvider:
                 check_inside(given.offset, nbytes, sum(given.nbytes), "was said to have")
                 held, slow = File.copies(files), SLOW_VMM
                 undo.callback(File.close_all, held)
-                mapping = undo.enter_context(closing(VmmMapping(self.device, files, given.nbytes)))
-                address = mapping.address + given.offset
+                mapped: VmmMapping | CudaRegion = VmmMapping(self.device, files, given.nbytes)
+                address = mapped.address + given.offset
             else:
                 place = given.handle, given.offset, nbytes, given.allocation_nbytes, given.device_uuid
-                address = undo.enter_context(closing(open_cuda_region(*place))).address
+                mapped = open_cuda_region(*place)
+                address = mapped.address
+            undo.callback(mapped.close)
 
             def probe() -> Probe:
-                """The engine's own bytes: none of its memory is ours to write."""
-                return Probe(given.offset, read(self.device, address, min(PROBE_NBYTES, nbytes)))
+                """The engine's own bytes: none of its memory is ours to write. They may be given back meanwhile."""
+                with closing(mapped.hold()):
+                    return Probe(given.offset, read(self.device, address, min(PROBE_NBYTES, nbytes)))
 
             span = self._span(address, nbytes)
             return Region(span, False, memory, undo.pop_all(), slow, probe=probe, files=held)

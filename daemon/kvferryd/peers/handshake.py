@@ -15,6 +15,7 @@ from kvferryd.aio import Tasks, all_over, to_the_end
 from kvferryd.config import Config
 from kvferryd.copy import mapped, sample
 from kvferryd.engine import Engine
+from kvferryd.memory.node import NodeDir
 from kvferryd.observe import logs
 from kvferryd.peers.contact import LOST
 from kvferryd.peers.introduce import Introductions
@@ -42,8 +43,10 @@ OVER = frozenset({"unknown_engine", *LOST})
 class Handshakes:
     """The handshakes of all engines of ours. `screen` tries metadata for them."""
 
-    def __init__(self, config: Config, introductions: Introductions, screen: Screen) -> None:
-        self._config, self._introductions, self.screen = config, introductions, screen
+    def __init__(
+        self, config: Config, introductions: Introductions, screen: Screen, node: NodeDir | None = None
+    ) -> None:
+        self._config, self._introductions, self.screen, self._node = config, introductions, screen, node
 
     @property
     def within_s(self) -> float:
@@ -166,7 +169,7 @@ class Handshakes:
 
     async def _map(self, rank: PeerRank, peer: PeerEngine) -> None:
         with took(peer.took_s, "mapping"):
-            await rank.mapped.map(peer.own, self._config.connect_timeout_s, self._config.node_dir)
+            await rank.mapped.map(peer.own, self._config.connect_timeout_s, self._node)
 
     async def _prepare_copies(self, peer: PeerEngine, read: Sequence[PeerRank]) -> None:
         engine, planned = peer.own, peer.plan

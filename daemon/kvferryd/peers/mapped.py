@@ -5,24 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 
 import grpc
 
 from kvferry.errors import LONGEST, Conflict, KvferryError, shorten
-from kvferry.file import File
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaRegion, cuda
 from kvferry.memory.handover import HANDOVER_S, fetch
-from kvferry.memory.vmm import Allocations
+from kvferry.memory.vmm import Fetched
 from kvferry.threads import made
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferryd.copy.runner import Runner
 from kvferryd.engine import Engine
 from kvferryd.memory import Probe
+from kvferryd.memory.node import NodeDir
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel
 from kvferryd.peers.contact import asking
@@ -47,12 +44,12 @@ class MappedMemory:
         self._held: list[CudaRegion] = []
         """The staging arena, so that UCX need not map it for each descriptor."""
         self._runner: Runner | None = None
-        self._node_dir: Path | None = None
+        self._node: NodeDir | None = None
 
-    async def map(self, engine: Engine, timeout_s: float, node_dir: Path | None) -> None:
-        """Map what can be mapped for this engine of ours, and keep why the rest cannot. node_dir: the folder that the
-        daemons of this node share."""
-        self._node_dir = node_dir
+    async def map(self, engine: Engine, timeout_s: float, node: NodeDir | None) -> None:
+        """Map what can be mapped for this engine of ours, and keep why the rest cannot. node: where the daemons of this
+        node hand descriptors to each other."""
+        self._node = node
         if engine.runner is None:
             self.refusal = engine.unmapped
             return
@@ -63,40 +60,48 @@ class MappedMemory:
                 async with asyncio.timeout(timeout_s):
                     if await self._map(engine.runner, strict=engine.strict):
                         break
-        except (KvferryError, TimeoutError) as error:
+        except (KvferryError, TimeoutError, RuntimeError) as error:  # the last: no thread can be started
             await self.unmap()
-            self.refusal = str(error) or f"{self._channel.address} did not say how to map its memory"
+            late = f"{self._channel.address} did not say how to map its memory, or that took more than {timeout_s:g} s"
+            self.refusal = str(error) or late
         if self.refusal:
             log.info("peer not mapped", engine_id=self._manifest.engine_id, rank=self._manifest.rank, why=self.refusal)
 
     async def _map(self, runner: Runner, *, strict: bool) -> bool:
         """Whether a second try would end as this one. Raises KvferryError when the rank does not answer."""
         manifest = self._manifest
-        request = peer_pb2.MapRequest(
-            engine_id=manifest.engine_id, epoch=manifest.epoch, node=self._node_dir is not None
-        )  # fmt: skip
+        node = self._node.id if self._node is not None and not strict else ""
+        request = peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch, node=node)
         self.call = self._channel.stub.Map(request)
         async with asking(self._channel.contact):
             reply = await self.call.read()
         if not isinstance(reply, peer_pb2.MapReply):
             raise Conflict("stale_epoch", f"engine {manifest.engine_id} ended")
+        self.refusal = "this daemon is strict" if strict else shorten(reply.refusal, LONGEST)
+        try:
+            offered = {} if self.refusal else self._wanted(reply)
+            fetched = await self._fetched(reply, offered)
+        except KvferryError as error:
+            self.refusal, offered, fetched = _said(error), {}, {}
         if reply.HasField("slots"):
             try:
                 self._held.append(await runner.open(_exported(reply.slots), 0))
             except KvferryError as error:  # another host's, or a GPU that is hidden from us: UCX cannot map it either
                 log.debug("arena not held", address=self._channel.address, why=str(error))
-        self.refusal = "this daemon is strict" if strict else shorten(reply.refusal, LONGEST)
         try:
-            if not self.refusal:
-                await self._map_regions(runner, reply)
+            for id, region in offered.items():
+                probe = Probe(region.probe_offset, region.probe)
+                allocation = fetched.pop(id) if id in fetched else _exported(region.allocation)
+                self.regions[id] = await runner.open(allocation, region.nbytes, probe)
         except KvferryError as error:
             regions, self.regions = self.regions, {}
             await self._give_up(regions.values())
-            self.refusal = f"{error.message} ({error.code} {error.value})"
+            self.refusal = _said(error)
             return error.code != "probe_failed"
         return True
 
-    async def _map_regions(self, runner: Runner, reply: peer_pb2.MapReply) -> None:
+    def _wanted(self, reply: peer_pb2.MapReply) -> dict[int, peer_pb2.MappableRegion]:
+        """What is offered of each region that the manifest names. Raises KvferryError (`not_mappable`)."""
         offered = {region.id: region for region in reply.regions}
         for wanted in self._manifest.regions:
             region = offered.get(wanted.id)
@@ -104,29 +109,31 @@ class MappedMemory:
                 raise Conflict("not_mappable", f"region {wanted.id} of the source is {wanted.kind} memory")
             if region.refusal:
                 raise Conflict("not_mappable", f"region {wanted.id} of the source: {region.refusal}")
-            probe = Probe(region.probe_offset, region.probe)
-            async with self._allocation(region, reply) as allocation:
-                self.regions[wanted.id] = await runner.open(allocation, region.nbytes, probe)
+        return {wanted.id: offered[wanted.id] for wanted in self._manifest.regions}
 
-    @asynccontextmanager
-    async def _allocation(
-        self, region: peer_pb2.MappableRegion, reply: peer_pb2.MapReply
-    ) -> AsyncIterator[cuda.Exported | Allocations]:
-        """The memory to be mapped; descriptors come over the node's folder, and are closed behind it. Raises
-        KvferryError."""
-        if not region.HasField("shared"):
-            yield _exported(region.allocation)
-            return
-        if self._node_dir is None or not re.fullmatch(NODE_SOCKET, reply.socket):
+    async def _fetched(
+        self, reply: peer_pb2.MapReply, regions: Mapping[int, peer_pb2.MappableRegion]
+    ) -> dict[int, Fetched]:
+        """The descriptors of those regions that have any. Tickets are good for seconds: nothing else comes before.
+        Raises KvferryError."""
+        shared = {id: region.shared for id, region in regions.items() if region.HasField("shared")}
+        if not shared:
+            return {}
+        if self._node is None or not re.fullmatch(NODE_SOCKET, reply.socket):
             raise Conflict("protocol", f"it offers descriptors at {reply.socket[:64]!r}", field="socket")
-        shared, path = region.shared, str(self._node_dir / reply.socket)
-        fetching = partial(fetch, path, reply.session, shared.ticket, len(shared.nbytes))
-        files = await made("kvferry-node", fetching, EXCHANGE_S, File.close_all)
-        try:
-            numbers = tuple(file.fileno() for file in files)
-            yield Allocations(numbers, tuple(shared.nbytes), shared.offset)
-        finally:
-            File.close_all(files)
+        path = str(self._node.folder / reply.socket)
+
+        def fetch_all() -> dict[int, Fetched]:
+            return {
+                id: Fetched(
+                    tuple(fetch(path, reply.session, given.ticket, len(given.nbytes))),
+                    tuple(given.nbytes),
+                    given.offset,
+                )
+                for id, given in shared.items()
+            }
+
+        return await made("kvferry-node", fetch_all, EXCHANGE_S)
 
     async def unmap(self) -> None:
         """Nothing may read from what was mapped any more. Idempotent."""
@@ -146,6 +153,10 @@ class MappedMemory:
         """The end of the memory is not watched any more."""
         if self.call is not None:
             self.call.cancel()
+
+
+def _said(error: KvferryError) -> str:
+    return f"{error.message} ({error.code} {error.value})"
 
 
 def _exported(given: engine_pb2.CudaAllocation) -> cuda.Exported:

@@ -12,6 +12,7 @@ from kvferry.protocol import peers_events as e
 from kvferryd.aio import Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
+from kvferryd.memory.node import NodeDir
 from kvferryd.observe import logs
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.certificates import Certificates
@@ -35,12 +36,13 @@ class Peers:
         metrics: Metrics,
         certificates: Certificates | None = None,
         remembered: Remembered | None = None,
+        node: NodeDir | None = None,
     ) -> None:
         """remembered: none without a keeper."""
         self._metrics, self._remembered = metrics, remembered or Remembered()
         self.channels = Channels(config, certificates)
         self._introductions = Introductions(self.channels, config.connect_timeout_s)
-        self._handshakes = Handshakes(config, self._introductions, Screen())
+        self._handshakes = Handshakes(config, self._introductions, Screen(), node)
         self._of: dict[Engine, Meeting] = {}
         self._preparing = Tasks()
 

@@ -166,7 +166,7 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     options = [*PEER_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)]
     server = grpc.aio.server(interceptors=[Undecoded()], options=options, maximum_concurrent_rpcs=2 * MAX_CALLS)
     callers = Callers(config.allow_peers, ferry.proof)
-    node = NodeSocket(config.node_dir) if config.node_dir and config.device != "cpu" else None
+    node = NodeSocket(ferry.node) if ferry.node is not None else None
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, callers, node), server)
     await _describe(server, "kvferry.v1.Peer", reflected=bool(ferry.proof))
     address = re.sub(r"^\*:", "[::]:", config.peer)  # gRPC's word for every interface, of IPv4 as well

@@ -1,0 +1,49 @@
+"""The folder that the daemons of one node share, and nobody else: GPU memory is handed from one to another there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferryd.config import Config, bad_config
+
+NAME, NBYTES = "node-id", 16
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDir:
+    folder: Path
+    id: str
+    """Known to those who see the folder: who names it is on this node. It proves nothing else."""
+
+    @classmethod
+    def of(cls, config: Config) -> NodeDir | None:
+        """None where none is set, or there is no GPU whose memory could be shared. The first daemon writes the id.
+        Raises KvferryError (`bad_config`)."""
+        folder = config.node_dir
+        if folder is None or config.device == "cpu":
+            return None
+        try:
+            return cls(folder, _id(folder))
+        except (OSError, ValueError) as error:
+            remedy = "name a folder that this user may write to, and that the other daemons of the node have too"
+            why = f"its file {NAME} cannot be read or written: {getattr(error, 'strerror', None) or error}"
+            raise bad_config("node_dir", folder, why, remedy) from None
+
+
+def _id(folder: Path) -> str:
+    """Raises OSError, ValueError."""
+    path, own = folder / NAME, folder / f"{NAME}-{secrets.token_hex(4)}"
+    if not path.exists():
+        try:
+            own.touch(mode=0o600, exist_ok=False)
+            own.write_text(secrets.token_hex(NBYTES))
+            with contextlib.suppress(FileExistsError):  # another daemon was first
+                os.link(own, path)
+        finally:
+            own.unlink(missing_ok=True)
+    with path.open() as file:
+        return bytes.fromhex(file.read(1 + 2 * NBYTES)).hex()
