@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from browser import CHROMIUM, CLIPPED, CONTRASTS, PHONE, Browser, browser
 from fleet import TIMEOUT_S, Daemons, under_way, until
 from pair import TOKENS, Pair, is_in, order, prefilled
+from ranks import Shape, TestEngine
 
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody, SourceBody, TransferRecord, TransferState
-from kvferryd.demo.fleet import Service
+from kvferryd.demo.fleet import Fleet, Service
 
 pytestmark = pytest.mark.anyio
 NOWHERE = "http://127.0.0.1:9"
@@ -106,6 +108,38 @@ async def test_a_failure_is_a_row_of_its_own_with_its_reason_and_its_daemon(
     (found,) = [each for each in seen["failures"] if each["request_id"] == request_id]
     assert (found["url"], found["transfer_id"]) == (pair.routers[0].url, record.transfer_id)
     assert seen["pairs"][0]["failed"] > 0, "those that fail come first"
+
+
+async def test_what_ended_before_a_daemon_died_counts_once(
+    daemons: Daemons, own_fleet: Fleet, pair: Pair, request_id: str
+) -> None:
+    kept = own_fleet.daemon("kept", kept=True)
+    await own_fleet.ready(kept, timeout_s=TIMEOUT_S)
+    engine = await TestEngine.start("kept", [kept], Shape.tp(1))
+    async with (
+        RouterClient(kept.url) as router,
+        proxy(daemons, "--fleet", prefill_daemons=pair.prefill.daemons, decode_daemons=[kept]) as started,
+    ):
+
+        async def ordered(name: str, deadline_ms: int) -> str:
+            nobody = SourceBody(engine_id="nobody", address="127.0.0.1:9")
+            body = OrderBody(request_id=f"{request_id}-{name}", source=nobody, deadline_ms=deadline_ms)
+            return (await router.order(body)).transfer_id
+
+        await router.wait(await ordered("before", 1))
+        await look(started)
+        await router.wait(await ordered("seen", 1))
+
+        async def failed(*names: str) -> bool:
+            seen = await look(started)
+            return [each["request_id"] for each in seen["failures"]] == [f"{request_id}-{name}" for name in names]
+
+        await until(lambda: failed("seen"), "it has failed")
+        await ordered("dies", 60_000)
+        for process in psutil.Process(kept.process.pid).children():
+            process.kill()
+        await until(lambda: failed("dies", "seen"), "and so has what died with the daemon")
+    await engine.close()
 
 
 async def test_a_daemon_that_does_not_answer_is_said_and_the_others_are_shown(fleet: Service, pair: Pair) -> None:

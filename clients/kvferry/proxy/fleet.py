@@ -127,15 +127,22 @@ class Daemon:
     under_way: list[TransferRecord] = field(default_factory=list)
     ended: dict[PairKey, deque[Ended]] = field(default_factory=dict)
     peers: list[PeerRecord] = field(default_factory=list)
+    ended_s: float = 0.0
+    """When the last of its transfers ended, by its own clock."""
     whole_at: float = float("-inf")
     """When it was asked for all else than its transfers."""
 
     def learn(self, said: TransferList, now: float) -> None:
-        """A transfer that had ended before the first answer counts for nothing: nobody knows when it was."""
+        """A transfer that had ended before the first answer counts for nothing: nobody knows when it was. A daemon that
+        has followed another tells all that the one before had, and only what has ended since is news."""
         first, self.cursor = not self.cursor, said.cursor
+        known_s = self.ended_s if said.whole else float("-inf")
         self.under_way = [record for record in said.transfers if not record.state.ended]
         for record in said.transfers:
-            if record.state.ended and not first:
+            if not record.state.ended:
+                continue
+            self.ended_s = max(self.ended_s, record.ended_at or 0.0)
+            if not first and (record.ended_at or 0.0) > known_s:
                 self.ended.setdefault(_pair(record), deque(maxlen=REMEMBERED)).append(Ended(now, record))
         self.forget(now)
 
