@@ -45,36 +45,42 @@ class SglangFleet(Engines):
         *,
         mode: str,
         ranks: int = 1,
+        dp: int = 1,
         page_size: int = 32,
         backend: str = "kvferry",
         bootstrap: int | None = None,
         flags: Sequence[str] = (),
     ) -> SglangEngine:
-        """Start an engine of `model` and, where kvferry is the backend, a daemon for each of its ranks.
+        """Start an engine of `model` and, where kvferry is the backend, a daemon for each of its ranks; with several
+        DP ranks, for each of theirs.
 
         mode: prefill, decode, or null, alone. bootstrap: the port of another engine, which has ended. Raises
         ServiceError.
         """
-        daemons = tuple(self.daemons(name, ranks)) if backend == "kvferry" and mode != "null" else ()
+        ours = backend == "kvferry" and mode != "null"
+        daemons = [each for dp_rank in range(dp if ours else 0) for each in self.daemons(f"{name}-{dp_rank}", ranks)]
         asyncio.run(self.ready(*daemons, timeout_s=DAEMON_S))
         port, bootstrap = self.free_port(), bootstrap or self.free_port()
         command = [
             "/usr/bin/env", f"PYTHONPATH={os.pathsep.join(filter(None, (str(SITE), os.environ.get('PYTHONPATH'))))}",
-            f"KVFERRY_SGLANG_SOCKET={self.directory / f'{name}-{{rank}}.sock'}", f"KVFERRY_SGLANG_ENGINE_ID={name}",
+            f"KVFERRY_SGLANG_SOCKET={self.directory / f'{name}-{{dp_rank}}-{{rank}}.sock'}",
+            f"KVFERRY_SGLANG_ENGINE_ID={name}",
             "SGLANG_USE_CPU_ENGINE=1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0",
             f"SGLANG_EXTERNAL_MODEL_PACKAGE={'nixl_on_host' if backend == 'nixl' else 'few_models'}",
-            f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks)}",
+            f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks * dp)}",
             str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(self.directory / "model"),
             "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size),
-            "--tp", str(ranks), "--nccl-port", str(self.free_port()), *FLAGS, *flags,
+            "--tp", str(ranks), "--dp", str(dp), *FLAGS, *flags,
         ]  # fmt: skip
+        if dp == 1:  # each DP rank needs another one, which SGLang chooses
+            command += ["--nccl-port", str(self.free_port())]
         command += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
         command += ["--disaggregation-bootstrap-port", str(bootstrap)]
         if mode == "decode":
             command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         process, log = self._start(f"sglang-{name}", command)
         url = f"http://{HOST}:{port}"
-        return self._add(SglangEngine(f"sglang {name}", url, "/health", process, log, bootstrap, daemons))
+        return self._add(SglangEngine(f"sglang {name}", url, "/health", process, log, bootstrap, tuple(daemons)))
 
     def sglang_router(self, prefill: SglangEngine, decode: SglangEngine) -> Service:
         """Start sglang-router before them."""
@@ -99,9 +105,9 @@ class SglangEngine(Service):
         """Leases that have not ended, on any rank."""
         return [lease for daemon in self.daemons for lease in leases_at(daemon)]
 
-    def transfers(self) -> list[TransferRecord]:
-        """On rank 0, the oldest first."""
-        return transfers_at(self.daemons[0])
+    def transfers(self, dp_rank: int = 0) -> list[TransferRecord]:
+        """On rank 0 of a DP rank that has one rank, or of the only one, the oldest first."""
+        return transfers_at(self.daemons[dp_rank])
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Rank:
             daemon=SimpleNamespace(receive=self._receive), idle=SimpleNamespace(wake_after=lambda end: None),
             adapters=Adapters(),
         )  # fmt: skip
-        manager.source, manager.drain = lambda address: SOURCE, lambda room, receiver: None
+        manager.source, manager.drain = lambda address, dp_rank: SOURCE, lambda room, receiver: None
         self.queue: Any = object.__new__(DecodePreallocQueue)
         self.queue.kv_manager, self.queue.queue, self.queue.metadata_buffers = manager, [], None
         self.queue.transfer_backend, self.queue.scheduler = (

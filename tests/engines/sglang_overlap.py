@@ -112,7 +112,7 @@ class Engine(SchedulerDisaggregationDecodeMixin):
             daemon=SimpleNamespace(receive=self._receive), idle=SimpleNamespace(wake_after=lambda end: None),
             adapters=Adapters(), on_gpu=True,
         )  # fmt: skip
-        manager.source, manager.drain = lambda address: SOURCE, lambda room, receiver: None
+        manager.source, manager.drain = lambda address, dp_rank: SOURCE, lambda room, receiver: None
         queue: Any = object.__new__(DecodePreallocQueue)
         queue.scheduler, queue.queue, queue.metadata_buffers, queue.transfer_backend = (
             self, [], None, TransferBackend(BACKEND),

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import httpx
@@ -24,10 +25,10 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 from small_engine import BLOCK, attached
 
 from kvferry.sglang.cache import GROUP
-from kvferry.sglang.prompt import Prompt
+from kvferry.sglang.prompt import NUMBER
 from kvferry.sglang.receiver import Receiver
 from kvferry.sglang.sender import Sender
-from kvferry.weights import Weights
+from kvferry.weights import Adapters, Weights
 
 WITHIN_S = 20.0
 METADATA = ctypes.create_string_buffer(100 << 10)
@@ -43,12 +44,13 @@ def main() -> None:
         senders=WeakValueDictionary(), kv_args=SimpleNamespace(page_size=BLOCK),
         aux_rows=lambda index: [(ctypes.addressof(METADATA), nbytes)],
         rank=SimpleNamespace(
-            daemon=client, written=lambda: None, options=options, idle=idle, cached_since=1,
+            daemon=client, written=lambda: None, options=options, idle=idle, cached_since=1, adapters=Adapters(),
+            dp_number=0, dp_count=1,
             weights=Weights(client, "refused/1", logging.info),
         ),
     )  # fmt: skip
     request = Sender(manager, "address", 7)
-    request._prompt, request._number = Prompt(50, b"digest"), 1
+    request.bind(request_of(7))
     request.init(4)
     for pages in ([1, 2],) if stop else ([1, 2], [3, 4]):
         request.send(np.array(pages, np.int32))
@@ -57,11 +59,21 @@ def main() -> None:
     client.close()
 
 
+def request_of(room: object) -> Any:
+    """As far as a sender and a receiver look at it."""
+    return SimpleNamespace(
+        bootstrap_room=room, disagg_prefill_dp_rank=None, origin_input_ids=list(range(50)), lora_id=None,
+        input_embeds=None, sampling_params=SimpleNamespace(custom_params={NUMBER: 1}),
+    )  # fmt: skip
+
+
 def odd_rooms(manager: object) -> dict[str, list[bool]]:
     """Which of the two ends refuse a room by name, by the room."""
     told = {}
     for room in (None, -1, 0, 1 << 63, 1 << 64):
-        ends = Sender(manager, "address", room), Receiver(manager, "address", room)
+        req, ends = request_of(room), (Sender(manager, "address", room), Receiver(manager, "address", room))
+        ends[0].bind(req)
+        ends[1].bind(req, None)
         told[str(room)] = [end.poll() == KVPoll.Failed and "bootstrap_room" in end._why for end in ends]
     return told
 

@@ -14,10 +14,11 @@ import pytest
 
 from kvferry.schemas import SourceBody
 from kvferry.sglang import bootstrap
+from kvferry.sglang.answer import answer
 from kvferry.sglang.bootstrap import ASK_S, ASKS, GLANCE_S, MOST_NBYTES, PATH, Prefill, Sources
 
 PREFILL = Prefill(
-    source=SourceBody(engine_id="p", address="10.0.0.7:1"), kv_cache_dtype="fp8_e4m3", encoding="fp8_e4m3fn"
+    sources=[SourceBody(engine_id="p", address="10.0.0.7:1")], kv_cache_dtype="fp8_e4m3", encoding="fp8_e4m3fn"
 )
 ANSWER = PREFILL.model_dump_json(exclude_none=True).encode()
 
@@ -65,8 +66,8 @@ def until(true: Callable[[], bool], within_s: float) -> float:
 
 def test_an_engine_that_answers_is_known_at_once_and_forgotten(sources: Sources, good: str) -> None:
     until(lambda: sources.ensure(good), 30.0)
-    source = sources.get(good)
-    assert source is not None and (source.source.engine_id, source.kv_cache_dtype) == ("p", "fp8_e4m3")
+    known = sources.get(good)
+    assert known is not None and (known.sources[0].engine_id, known.kv_cache_dtype) == ("p", "fp8_e4m3")
     sources.forget(good)
     assert sources.get(good) is None
     until(lambda: sources.ensure(good), 30.0)
@@ -127,7 +128,7 @@ def test_of_a_long_answer_only_the_beginning_is_read(sources: Sources, caplog: p
     with asked(sources) as peer:
         peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + ANSWER + b" " * MOST_NBYTES)
         until(lambda: not sources._asking, 30.0)
-    assert "more than 4096 bytes" in caplog.text
+    assert f"more than {MOST_NBYTES} bytes" in caplog.text
     assert not sources._known
 
 
@@ -138,3 +139,24 @@ def test_an_answer_that_never_ends_has_a_deadline_too(sources: Sources) -> None:
             time.sleep(ASK_S / 10)
             peer.sendall(b"x")
     assert not sources._asking
+
+
+def test_the_first_dp_rank_answers_for_all_once_all_have_started(sources: Sources) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+
+    def start(dp_rank: int) -> None:
+        source = SourceBody(engine_id=f"p-dp{dp_rank}", address=f"10.0.0.7:{dp_rank + 1}")
+        answer("127.0.0.1", port, dp_rank, 3, PREFILL.model_copy(update={"sources": [source]}))
+
+    start(0)
+    start(1)
+    assert not sources.ensure(address)
+    until(lambda: not sources._asking, 30.0)
+    assert not sources.ensure(address)
+    start(2)
+    until(lambda: sources.ensure(address), 30.0)
+    assert (known := sources.get(address)) is not None
+    assert [source.engine_id for source in known.sources] == ["p-dp0", "p-dp1", "p-dp2"]

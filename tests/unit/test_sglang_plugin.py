@@ -30,6 +30,10 @@ def test_ranks_that_would_share_a_daemon_are_refused() -> None:
     assert Options.read({"KVFERRY_SGLANG_SOCKET": "/run/{rank}.sock"}).socket_of(1, 2) == "/run/1.sock"
     with pytest.raises(KvferryError, match="a daemon of its own"):
         Options.read({"KVFERRY_SGLANG_SOCKET": "/run/one.sock"}).socket_of(1, 2)
+    both = Options.read({"KVFERRY_SGLANG_SOCKET": "/run/{dp_rank}-{rank}.sock"})
+    assert both.socket_of(1, 2, 3, 4) == "/run/3-1.sock"
+    with pytest.raises(KvferryError, match=r"by \{dp_rank\}"):
+        Options.read({"KVFERRY_SGLANG_SOCKET": "/run/{rank}.sock"}).socket_of(0, 2, 1, 2)
 
 
 POOL = {"page_size": 16, "size": 32, "layer_num": 2, "start_layer": 0}

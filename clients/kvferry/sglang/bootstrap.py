@@ -8,9 +8,10 @@ import ssl
 import threading
 import time
 from concurrent.futures import wait
+from typing import Annotated
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from kvferry.handoff import Remembered
 from kvferry.schemas import SourceBody
@@ -20,7 +21,7 @@ PATH = "/kvferry"
 """The HTTP path at which a prefill engine answers with a `Prefill`."""
 ASK_S = 2.0
 """How long a prefill engine may take to say so."""
-MOST_NBYTES = 4096
+MOST_NBYTES = 64 << 10
 """The longest answer that is read: requests name the addresses, so that anybody may name one that never ends."""
 GLANCE_S = 0.05
 """How long decode's scheduler waits for it, once in ASK_S. SGLang asks again a second later."""
@@ -29,9 +30,10 @@ ASKS = 64
 
 
 class Prefill(BaseModel):
-    """An engine that prefills. kv_cache_dtype: SGLang's name of its cache type. encoding: what that means there."""
+    """A server that prefills. sources: its engines, by DP rank. kv_cache_dtype: SGLang's name of its cache type.
+    encoding: what that means there."""
 
-    source: SourceBody
+    sources: Annotated[list[SourceBody], Field(min_length=1)]
     kv_cache_dtype: str
     encoding: str
 

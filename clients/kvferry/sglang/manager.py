@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections import defaultdict
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -19,7 +16,8 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from kvferry.errors import Conflict
 from kvferry.handoff import Remembered
 from kvferry.schemas import SourceBody
-from kvferry.sglang.bootstrap import ASK_S, PATH, Prefill, Sources
+from kvferry.sglang.answer import answer
+from kvferry.sglang.bootstrap import Prefill, Sources
 from kvferry.sglang.rank import this_rank, unsupported
 
 if TYPE_CHECKING:
@@ -28,13 +26,11 @@ if TYPE_CHECKING:
     from kvferry.sglang.receiver import Receiver
     from kvferry.sglang.sender import Sender
 
-log = logging.getLogger(__name__)
 PREFILL = PrefillServerInfo(
     attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None, kv_cache_dtype=None,
     follow_bootstrap_room=True,
 )  # fmt: skip
-"""The answer that SGLang wants of an engine that prefills: any rank may ask it. An SGLang engine tells its cache type,
-too."""
+"""The answer that SGLang wants of an engine that prefills: any rank may ask it."""
 
 
 class Manager(BaseKVManager):
@@ -43,13 +39,11 @@ class Manager(BaseKVManager):
     enable_deferred_decode_kv_release = True
     """SGLang keeps a failed request's blocks until `is_abort_release_safe`."""
 
-    def __init__(
-        self, args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs, is_mla_backend: bool | None = False
-    ) -> None:
-        _check(args, arguments)
+    def __init__(self, args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs, *_: object) -> None:
+        _check(args, mode, arguments)
         self.kv_args = args
-        self.rank = this_rank()
-        self.rank.register(arguments, args.kv_cache_dtype_str)
+        self.rank = rank = this_rank()
+        rank.register(arguments, args.kv_cache_dtype_str)
         self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
         """By room. Only this one publishes what a room names and takes it back: a client may send a room twice."""
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
@@ -59,13 +53,13 @@ class Manager(BaseKVManager):
         self.sources = Sources()
         self._draining: defaultdict[int, list[Receiver]] = defaultdict(list)
         """Receivers that have failed, by room: SGLang keeps their blocks until they are quiet."""
-        if mode is DisaggregationMode.PREFILL and self.rank.number == 0:
-            source = SourceBody(engine_id=self.rank.engine_id, address=self.rank.daemon.peer_address)
-            said = Prefill(source=source, kv_cache_dtype=args.kv_cache_dtype_str, encoding=self.rank.encoding)
-            _answer(get_serving().host, get_disagg().disaggregation_bootstrap_port, said)
+        if mode is DisaggregationMode.PREFILL and rank.number == 0:
+            source = SourceBody(engine_id=rank.engine_id, address=rank.daemon.peer_address)
+            said = Prefill(sources=[source], kv_cache_dtype=args.kv_cache_dtype_str, encoding=rank.encoding)
+            answer(get_serving().host, get_disagg().disaggregation_bootstrap_port, rank.dp_number, rank.dp_count, said)
 
     def register_to_bootstrap(self) -> None:
-        """There is nothing to do: rank 0 answers at the bootstrap address itself."""
+        """There is nothing to do: rank 0 of each DP rank answers by itself."""
 
     def aux_rows(self, index: int) -> list[tuple[int, int]]:
         """The place of a request's first token and of what goes with it: (address, nbytes) of each row."""
@@ -77,22 +71,25 @@ class Manager(BaseKVManager):
         not wait for an engine that is gone."""
         if not self.sources.ensure(address) or (prefill := self.sources.get(address)) is None:
             return False
-        self.prefill_info_table[address] = replace(PREFILL, kv_cache_dtype=prefill.kv_cache_dtype)
+        self.prefill_info_table[address] = replace(PREFILL, dp_size=len(prefill.sources))
         return True
 
-    def source(self, address: str) -> SourceBody | None:
-        """The engine that prefills at a bootstrap address, where it is known. Raises KvferryError (`other_cache_type`).
+    def source(self, address: str, dp_rank: int) -> SourceBody | None:
+        """The engine that is this DP rank at a bootstrap address, where it is known. Raises KvferryError
+        (`other_cache_type`, `unknown_dp_rank`).
 
         SGLang's own check of cache types ends decode's scheduler, and takes `auto` and `bf16` for different ones.
         """
         prefill, ours = self.sources.get(address), self.rank.encoding
         if prefill is not None and prefill.encoding != ours:
             theirs = f"{prefill.kv_cache_dtype} ({prefill.encoding})"
-            ours = f"{self.kv_args.kv_cache_dtype_str} ({ours})"
-            why = f"prefill at {address} has a KV cache of {theirs}, decode of {ours}"
+            why = f"prefill at {address} has a cache of {theirs}, decode of {self.kv_args.kv_cache_dtype_str} ({ours})"
             remedy = "start both engines with the same --kv-cache-dtype"
             raise Conflict("other_cache_type", why, field="kv_cache_dtype", value=theirs, remedy=remedy)
-        return prefill.source if prefill is not None else None
+        if prefill is not None and dp_rank not in range(len(prefill.sources)):
+            why, name = f"prefill at {address} has DP ranks 0 to {len(prefill.sources) - 1}", "disagg_prefill_dp_rank"
+            raise Conflict("unknown_dp_rank", why, field=name, value=dp_rank, remedy="name one of them, or none")
+        return prefill.sources[dp_rank] if prefill is not None else None
 
     def forget(self, address: str) -> None:
         """A receive from there has failed: another engine may be there by now."""
@@ -116,18 +113,21 @@ class Manager(BaseKVManager):
 
 
 class BootstrapServer(BaseKVBootstrapServer):
-    """Nothing: SGLang makes it in another process than the scheduler's, whose rank 0 answers itself."""
+    """Nothing: SGLang makes it in another process than the schedulers', which answer themselves."""
 
     def __init__(self, host: str, port: int) -> None:
         pass
 
 
-def _check(args: KVArgs, arguments: ServerArgs) -> None:
+def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> None:
     """Raises KvferryError (`unsupported_engine`)."""
     parallel, disagg = get_parallel(), get_disagg()
     refused = {
         "pipeline parallelism": parallel.pp_size > 1,
-        "data parallelism": parallel.dp_size > 1,
+        "DP attention": parallel.attn_dp_enabled,
+        f"--load-balance-method {parallel.load_balance_method} of prefill's DP ranks":
+            mode is DisaggregationMode.PREFILL and parallel.num_dp_ranks > 1
+            and parallel.load_balance_method != "follow_bootstrap_room",
         "context parallelism": parallel.attn_cp_size > 1,
         "a draft model's cache": args.num_draft_entries > 0,
         f"states ({', '.join(each.value for each in args.state_types)})": bool(args.state_types),
@@ -137,28 +137,5 @@ def _check(args: KVArgs, arguments: ServerArgs) -> None:
         "--enable-memory-saver": arguments.enable_memory_saver,
         "role switches": disagg.enable_pd_role_switch,
     }  # fmt: skip
-    for what, asked in refused.items():
-        if asked:
-            raise unsupported(what)
-
-
-def _answer(host: str, port: int, said: Prefill) -> None:
-    """Say which engine this is, and where its rank 0's daemon is. Raises OSError."""
-    content = said.model_dump_json(exclude_none=True).encode()
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = ASK_S
-
-        def do_GET(self) -> None:
-            if self.path != PATH:
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer((host, port), Handler)
-    threading.Thread(target=server.serve_forever, name="kvferry-bootstrap", daemon=True).start()
+    if asked := [what for what, holds in refused.items() if holds]:
+        raise unsupported(", ".join(asked))

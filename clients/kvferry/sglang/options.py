@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvferry.errors import Malformed, first_breach
 from kvferry.schemas import MAX_REQUEST_ID
-from kvferry.sockets import beside
+from kvferry.sockets import GPU_UUID, beside
 
 PREFIX = "KVFERRY_SGLANG_"
 
@@ -21,8 +21,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: PREFIX + name.upper())
 
     socket: str = "/run/kvferry/engine.sock"
-    """The socket of the daemon beside a rank; {rank} stands for the rank's number, {gpu_uuid} for its GPU's UUID, by
-    which `kvferry host` names sockets."""
+    """The socket of the daemon beside a rank; {rank} stands for the rank's number in its DP rank, {dp_rank} for that
+    one's, {gpu_uuid} for its GPU's UUID, by which `kvferry host` names sockets."""
     engine_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] = ""
     """Names this engine to daemons; empty: made of the host's name and the port."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
@@ -40,11 +40,12 @@ class Options(BaseModel):
             remedy = f"{PREFIX} and one of {', '.join(cls.model_fields).upper()}: see docs/sglang.md"
             raise first_breach(error, "environment", "bad_option", remedy) from None
 
-    def socket_of(self, rank: int, ranks: int, gpu: int | None = None) -> str:
+    def socket_of(self, rank: int, ranks: int, dp_rank: int = 0, dp_ranks: int = 1, gpu: int | None = None) -> str:
         """gpu: of the rank, as this process counts; None on the CPU. Raises KvferryError (`bad_option`)."""
-        path = beside(self.socket.replace("{rank}", str(rank)), gpu)
-        if ranks > 1 and path == self.socket:
-            what = f"every one of {ranks} ranks needs a daemon of its own"
-            remedy = "name them apart, for example /run/kvferry/engine-{rank}.sock"
+        needed = {"{rank}": ranks > 1, "{dp_rank}": dp_ranks > 1}
+        missing = [name for name, several in needed.items() if several and name not in self.socket]
+        if missing and GPU_UUID not in self.socket:
+            what = f"every one of {ranks * dp_ranks} ranks needs a daemon of its own"
+            remedy = f"name them apart by {' and '.join(missing)}, for example /run/kvferry/engine-{missing[0]}.sock"
             raise Malformed("bad_option", what, field=f"{PREFIX}SOCKET", value=self.socket, remedy=remedy)
-        return path
+        return beside(self.socket.replace("{rank}", str(rank)).replace("{dp_rank}", str(dp_rank)), gpu)

@@ -65,8 +65,7 @@ def number(said: Iterable[object], numbers: Iterator[int]) -> None:
 
 def number_of(req: Req) -> int:
     """The number that the first rank has given it."""
-    given: int = req.sampling_params.custom_params[NUMBER]
-    return given
+    return int(req.sampling_params.custom_params[NUMBER])
 
 
 def _extras(req: Req, adapters: Adapters) -> Iterator[str]:

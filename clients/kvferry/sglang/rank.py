@@ -36,15 +36,18 @@ log = logging.getLogger(__name__)
 
 
 class Rank:
-    """Made before SGLang allocates its cache, which is before there is a manager."""
+    """Made before SGLang allocates its cache, which is before there is a manager. Daemons know each DP rank of an
+    SGLang server as an engine of its own."""
 
     def __init__(self) -> None:
         parallel, self.options = get_parallel(), Options.read()
-        self.number, self.count = parallel.tp_rank, parallel.tp_size
+        self.number, self.count = parallel.attn_tp_rank, parallel.attn_tp_size
+        self.dp_number, self.dp_count = parallel.dp_rank or parallel.attn_dp_rank, parallel.num_dp_ranks
         said = self.options.engine_id or f"sglang-{socket.gethostname()}-{get_serving().port}", uuid.uuid4().hex
-        self.engine_id, self._epoch = parallel.tp_group.broadcast_object(said)
+        name, self._epoch = parallel.attn_tp_group.broadcast_object(said)
+        self.engine_id = f"{name}-dp{self.dp_number}" if self.dp_count > 1 else name
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-        path = self.options.socket_of(self.number, self.count, gpu)
+        path = self.options.socket_of(self.number, self.count, self.dp_number, self.dp_count, gpu)
         self.daemon = BlockingEngineClient.connect(
             path, engine_id=self.engine_id, epoch=self._epoch, rank=self.number, world_size=self.count,
             timeout_s=self.options.connect_timeout_s, say=log.warning,
@@ -61,7 +64,7 @@ class Rank:
         self._pool: Any = None
         self.encoding = ""
         """The cache's, once it is registered."""
-        log.info("rank %d of %d is attached to the daemon on %s", self.number, self.count, path)
+        log.info("rank %d of %d of %s is attached to the daemon on %s", self.number, self.count, self.engine_id, path)
 
     def place(self, create: Callable[[Any], None], pool: Any) -> None:
         """Let the pool's `create` allocate in the daemon's memory. Raises KvferryError."""

@@ -21,7 +21,6 @@ from kvferry.sglang.sender import reason
 from kvferry.tables import BlockTable
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_batch import Req
@@ -52,24 +51,21 @@ class Receiver(BaseKVReceiver):
         self._quiesced: Future[None] | None = None
         self.conclude_state: int | None = None
         self._why = self._name = ""
-        try:
-            self._name = lease_of(bootstrap_room)
-        except KvferryError as error:
-            self._fail(reason(error))
 
     def bind(self, req: Req, queue: DecodePreallocQueue) -> None:
         """To the request whose KV is wanted, and whose number the attempt has."""
         self._prompt, self._queue, self._attempt = Prompt.of(req, self.kv_mgr.rank.adapters), queue, number_of(req)
-        if self.bootstrap_addr == ADDRESS:
-            self.kv_mgr.prefill_info_table[ADDRESS] = PREFILL
-            try:
+        try:
+            self._name = lease_of(req.bootstrap_room)
+            if self.bootstrap_addr == ADDRESS:
+                self.kv_mgr.prefill_info_table[ADDRESS] = PREFILL
                 self._origin, self._first_token = handed_over(req, self._prompt)
-            except KvferryError as error:
-                self._fail(reason(error))
+        except KvferryError as error:
+            self._fail(reason(error))
 
     def init(self, prefill_dp_rank: int) -> None:
         try:
-            source = self.kv_mgr.source(self.bootstrap_addr)
+            source = self.kv_mgr.source(self.bootstrap_addr, prefill_dp_rank)
         except KvferryError as error:
             self._fail(reason(error))
             self.kv_mgr.forget(self.bootstrap_addr)
@@ -80,7 +76,7 @@ class Receiver(BaseKVReceiver):
             self.abort()
 
     def send_metadata(
-        self, kv_indices: npt.NDArray[np.int32], aux_index: int | None = None, state_indices: list[Any] | None = None,
+        self, kv_indices: npt.NDArray[Any], aux_index: int | None = None, state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None, destination: KVTransferDestination = KVTransferDestination.DEVICE,
     ) -> None:  # fmt: skip
         """SGLang has allocated these pages for what follows the first `decode_prefix_len` tokens, which it has."""

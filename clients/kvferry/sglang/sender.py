@@ -20,7 +20,6 @@ from kvferry.sglang.prompt import Prompt, lease_of, number_of
 from kvferry.tables import BlockTable
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     import torch
     from sglang.srt.managers.schedule_batch import Req
@@ -44,9 +43,7 @@ class Sender(BaseKVSender):
     _early_send_wait_event: torch.cuda.Event | None = None
     """Set by SGLang when it sends what an earlier step may still be writing."""
 
-    def __init__(
-        self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
-    ) -> None:
+    def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, **_: object) -> None:
         self.kv_mgr, self._room, self._daemon = mgr, bootstrap_room, mgr.rank.daemon
         self._prompt, self._why = Prompt(0, b""), ""
         self._pages: list[int] = []
@@ -56,18 +53,23 @@ class Sender(BaseKVSender):
         """The end of the lease, once all of it has been sent."""
         self._state: int | None = None
         self._name, self._number, self._aborted = "", 0, False
-        try:
-            self._name = lease_of(bootstrap_room)
-            if mgr.senders.setdefault(bootstrap_room, self) is not self:
-                why, remedy = f"room {bootstrap_room} is that of another request", "give each request a room of its own"
-                raise Conflict("room_taken", why, field="bootstrap_room", value=bootstrap_room, remedy=remedy)
-        except KvferryError as error:
-            self._aborted = True
-            self._fail(reason(error))
 
     def bind(self, req: Req) -> None:
         """To the request whose prompt's KV this is, and whose number its lease has."""
-        self._prompt, self._number = Prompt.of(req, self.kv_mgr.rank.adapters), number_of(req)
+        room, rank, dp_rank = self._room, self.kv_mgr.rank, req.disagg_prefill_dp_rank
+        self._prompt, self._number = Prompt.of(req, rank.adapters), number_of(req)
+        try:
+            self._name = lease_of(room)
+            if rank.dp_number != (room % rank.dp_count if dp_rank is None else dp_rank):
+                why = f"room {room} came to DP rank {rank.dp_number}, and decode reads it at another one"
+                remedy = "send prefill's routed_dp_rank in both legs as disagg_prefill_dp_rank, too"
+                raise Conflict("other_dp_rank", why, field="disagg_prefill_dp_rank", value=dp_rank, remedy=remedy)
+            if self.kv_mgr.senders.setdefault(room, self) is not self:
+                why, remedy = f"room {room} is that of another request", "give each request a room of its own"
+                raise Conflict("room_taken", why, field="bootstrap_room", value=room, remedy=remedy)
+        except KvferryError as error:
+            self._aborted = True
+            self._fail(reason(error))
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._expected, self._aux = num_kv_indices, aux_index or 0
@@ -76,10 +78,7 @@ class Sender(BaseKVSender):
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk
 
-    def send(
-        self, kv_indices: npt.NDArray[np.int32], state_indices: list[Any] | None = None,
-        num_kv_tokens: int | None = None,
-    ) -> None:  # fmt: skip
+    def send(self, kv_indices: npt.NDArray[Any], state_indices: Any = None, num_kv_tokens: int | None = None) -> None:
         """These pages are written. With the last ones goes the first token."""
         if self._aborted:
             return
@@ -92,20 +91,15 @@ class Sender(BaseKVSender):
             self._early_send_wait_event.wait()
             self._early_send_wait_event = None
         rank, table = self.kv_mgr.rank, BlockTable.of(self._pages)
-        publish = self._publish(table, num_tokens, last, metadata, rank.weights.of(self._since), rank.written())
+        weights = rank.weights.of(min(self._begun, rank.cached_since))  # the oldest step that computed any of it
         try:
-            end = self._daemon.start(publish)
+            end = self._daemon.start(self._publish(table, num_tokens, last, metadata, weights, rank.written()))
         except KvferryError as error:  # the client is closed
             self._fail(reason(error))
             return
         if last:
             self._end = end
             rank.idle.wake_after(end)
-
-    @property
-    def _since(self) -> int:
-        """The oldest step that may have computed any of its tokens, those among them that the prefix cache had."""
-        return min(self._begun, self.kv_mgr.rank.cached_since)
 
     async def _publish(
         self, table: BlockTable, num_tokens: int, last: bool, metadata: bytes, weights: str, after: Fence | None
