@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -153,12 +152,6 @@ class Tap:
             writer.write(chunk)
             await writer.drain()
         writer.close()
-
-    def roster_key(self) -> bytes:
-        """The key that the seed gave to the daemon: the two last fields of an AdmitRequest, in the clear."""
-        found = re.search(rb"\x1a\x20.{32}\x22\x20(.{32})", b"".join(self.said), re.DOTALL)
-        assert found is not None
-        return found[1]
 
 
 @asynccontextmanager

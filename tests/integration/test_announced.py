@@ -1,4 +1,4 @@
-"""A reader that goes by an announcement reads what the lease holds now, or fails as one that had asked."""
+"""A reader that goes by an announcement reads what the lease holds now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, until
 from lives import engine_on, published, reads_from
 from ranks import TestEngine
 
-from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import LeaseState
 from kvferry.v1 import peer_pb2
@@ -78,16 +77,6 @@ async def test_what_is_published_anew_is_read_and_not_what_was_announced_before(
     await two.source.publish(request_id, blocks, 80)
     await two.reader.gets(request_id, kv, source=two.source.source())
     assert not await two.was_announced(request_id)
-
-
-async def test_an_announced_lease_that_was_revoked_is_not_read(two: Two, request_id: str) -> None:
-    _, leases = await published(two.source, request_id)
-    await two.router.revoke_lease(request_id)
-    assert await leases[0].ended() is LeaseState.REVOKED
-    with pytest.raises(TransferFailed) as failed:
-        await two.reader.receive(request_id, two.reader.take(50), source=two.source.source())
-    assert failed.value.code == "lease_ended"
-    assert failed.value.blocks_safe
 
 
 async def test_a_lease_that_is_opened_and_closed_in_one_breath_has_been_read(

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from fleet import TIMEOUT_S, Daemons, refusal, retired, until
+from fleet import TIMEOUT_S, Daemons, refusal, until
 from lives import engine_on
 from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled, waits_for
 from ranks import Blocks, Kv, Shape, TestEngine
@@ -302,28 +302,6 @@ async def test_two_engines_read_one_lease_and_each_in_its_own_attempts(
 
 
 # lives of the reading engine
-
-
-async def test_an_engine_that_was_started_anew_counts_from_1_again(
-    pair: Pair, daemons: Daemons, request_id: str
-) -> None:
-    """Its attempts are of its epoch: those of the one before neither answer for them nor end them."""
-    ours = await daemons.start("anew", 2)
-    for _ in range(2):
-        await retired(*ours)
-        reader = await TestEngine.start("anew", ours, TWO)
-        kv, leases = await prefilled(pair, request_id)
-        blocks, expected = reader.take(TOKENS), reader.snapshot()
-        reader.write_into(expected, kv, blocks)
-        async with RouterClient(ours[1].url) as router:
-            ordered = await router.order(OrderBody(request_id=request_id, source=pair.prefill.source()))
-            await reader.receive(request_id, blocks, attempt=1)
-            record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
-        assert (record.state, record.attempt) == (TransferState.DONE, 1), record
-        assert not reader.differences(expected)
-        async with asyncio.timeout(TIMEOUT_S):
-            assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
-        await reader.close()
 
 
 async def test_an_engine_that_is_started_anew_while_it_reads_begins_below_its_last_attempt(

@@ -83,34 +83,6 @@ async def test_an_order_that_makes_no_sense_is_refused(victim: Victim, body: Any
     assert answer.headers["content-type"] == "application/problem+json"
 
 
-RAW: dict[str, tuple[str, str, bytes, int, str]] = {
-    "half a JSON": ("POST", "/v1/transfers", b'{"request_id":', 422, "malformed_json"),
-    "no JSON": ("POST", "/v1/transfers", b"\x00\xff\xfe", 422, "malformed_json"),
-    "a deep JSON": ("POST", "/v1/transfers", b"[" * 200_000, 422, "malformed_json"),
-    "an unknown transfer": ("GET", "/v1/transfers/nothing", b"", 404, "unknown_transfer"),
-    "a wait that is no number": ("GET", "/v1/transfers/nothing?wait=nan", b"", 422, "malformed_request"),
-    "a state that is none": ("GET", "/v1/transfers?state=happy", b"", 422, "malformed_request"),
-    "an abort of nothing": ("DELETE", "/v1/transfers/nothing", b"", 404, "unknown_transfer"),
-    "an unknown lease": ("DELETE", "/v1/leases/nothing", b"", 404, "unknown_lease"),
-    "an unknown peer": ("DELETE", "/v1/peers?engine_id=nobody", b"", 404, "unknown_peer"),
-    "an unknown route": ("GET", "/v2/transfers", b"", 404, "no_such_route"),
-    "a wrong method": ("PUT", "/v1/transfers", b"", 405, "method_not_allowed"),
-}
-
-
-@pytest.mark.parametrize(("method", "path", "body", "status", "code"), RAW.values(), ids=RAW.keys())
-async def test_a_request_that_makes_no_sense_is_refused(
-    victim: Victim, method: str, path: str, body: bytes, status: int, code: str
-) -> None:
-    answer = await victim.http.request(method, path, content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["code"]) == (status, code), answer.text[:300]
-
-
-async def test_an_abort_of_an_unknown_request_ends_nothing(victim: Victim) -> None:
-    ended = await victim.router.abort_request("nothing/of the kind?")
-    assert (ended.transfers_ended, ended.leases_ended) == (0, 0)
-
-
 # the other side of an order
 
 

@@ -1,15 +1,15 @@
-"""More than one reader, and more than one start of an engine."""
+"""More than one start of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest
-from pair import TOKENS, Pair, prefilled
+from pair import Pair
 from ranks import Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
-from kvferry.schemas import LeaseState, SourceBody
+from kvferry.schemas import SourceBody
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -21,17 +21,6 @@ async def third(near: DaemonService) -> AsyncIterator[TestEngine]:
     engine = await TestEngine.start("decode-b", [near], Shape.tp(1, block_size=5))
     yield engine
     await engine.close()
-
-
-async def test_a_lease_for_two_readers_is_released_by_the_second(
-    pair: Pair, third: TestEngine, request_id: str
-) -> None:
-    kv, leases = await prefilled(pair, request_id, readers=2)
-    await pair.decode.receive(request_id, pair.decode.take(TOKENS), source=pair.prefill.source())
-    (held,) = [each for each in await pair.prefill_routers[0].leases() if each.request_id == request_id]
-    assert held.state is LeaseState.PUBLISHED
-    await third.gets(request_id, kv, source=pair.prefill.source())
-    assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
 
 
 @pytest.fixture

@@ -222,19 +222,6 @@ async def test_a_rank_that_is_parted_from_the_leader_goes_on_and_the_leader_is_n
     assert not whole.engine.differences(again.expected)
 
 
-async def test_a_rank_that_the_leader_cannot_reach_until_the_deadline_is_lost(
-    whole: Parted, pair: Pair, request_id: str
-) -> None:
-    """It reaches the leader all the while. Both ranks are done, and the leader knows of its own part only."""
-    begun = Begun(whole, pair.prefill, request_id)
-    await begun.begin(4000.0)
-    whole.taps[1].cut()
-    await begun.publish(TOKENS)
-    await asyncio.gather(*begun.receives)
-    is_lost(await begun.ended())
-    assert not whole.engine.differences(begun.expected)
-
-
 async def test_a_rank_that_the_leader_reaches_again_in_time_is_done(whole: Parted, pair: Pair, request_id: str) -> None:
     begun = Begun(whole, pair.prefill, request_id)
     await begun.begin(1e3 * TIMEOUT_S)

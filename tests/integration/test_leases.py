@@ -110,15 +110,3 @@ async def test_a_read_is_never_done_when_its_lease_was_revoked_meanwhile(pair: P
     assert record.state is TransferState.FAILED
     assert {share.error.code for share in record.ranks if share.error} & {"torn", "lease_ended"}
     assert not any(isinstance(outcome, Received) for outcome in await receiving)
-
-
-async def test_a_prefill_that_is_aborted_between_two_chunks_fails_its_reader(pair: Pair, request_id: str) -> None:
-    await half_published(pair, request_id)
-    receiving = asyncio.create_task(
-        pair.decode.outcomes(request_id, pair.decode.take(MANY), source=pair.prefill.source())
-    )
-    await all_read(pair.routers[0], request_id)
-    await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.prefill.ranks))
-    for outcome in await receiving:
-        assert isinstance(outcome, TransferFailed)
-        assert outcome.code in ("lease_ended", "rank_failed", "aborted")

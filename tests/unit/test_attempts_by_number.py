@@ -183,6 +183,7 @@ def test_what_has_failed_elsewhere_may_be_tried_again(other: Rank) -> None:
 @pytest.mark.parametrize(("failed", "code"), [(False, "aborted"), (True, "rank_failed")])
 def test_what_has_begun_here_and_ends_elsewhere_says_the_same(other: Rank, failed: bool, code: str) -> None:
     part = other.receive(7)
+    assert not other.ended_elsewhere(6) and not part.ended.is_set(), "the attempt before is over already"
     assert other.ended_elsewhere(7, failed=failed)
     assert part.problem is not None and part.problem.code == code
     assert part.problem.message.startswith("attempt 7 of request r has ended on another rank: ")
