@@ -13,7 +13,7 @@ import pytest
 from caches import HND, attention, cache, table
 from test_arena import Memory
 
-from kvferry.errors import KvferryError, PeerFailed
+from kvferry.errors import KvferryError
 from kvferry.protocol import packing
 from kvferry.protocol import reading as r
 from kvferry.protocol.reading import Computed, Following
@@ -216,25 +216,6 @@ async def test_another_lease_than_was_announced_is_told_and_not_packed(pair: Pai
     await pair.released(view)
 
 
-async def test_a_lease_that_ended_after_it_was_told_is_asked_for_again(pair: Pair) -> None:
-    """The announcement was out of date, and what the source told instead has ended since, too."""
-    await pair.opened("first")
-    pair.publish("second")
-    view = await pair.announced("second")
-    pair.source.leases.revoke("second", "for a test")
-    pair.publish("second")
-    assert await refused(pair.stream(view)) == "lease_changed"
-    pair.source.leases.revoke("second", "for a test")
-    with pytest.raises(KvferryError):
-        await asyncio.wait_for(view.over(), 60)
-    pair.publish("second")
-    view.on(r.AskAgain())
-    await view.advance()
-    assert view.lease.lease == pair.source.leases.source.leases.newest("second")
-    await carried(pair.stream(view))
-    await pair.released(view)
-
-
 async def test_who_reads_later_than_slots_are_kept_asks_the_source(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "KEPT_S", 0.0)
     stream = pair.stream(await pair.opened("late"))
@@ -305,30 +286,6 @@ async def test_the_end_of_the_stream_ends_what_is_not_packed_and_gives_slots_bac
     await all_slots_are_back(pair.arena)
 
 
-async def test_a_reading_closes_its_own_lease_when_the_request_has_been_published_again(pair: Pair) -> None:
-    view, other = await pair.opened("first"), await pair.opened("other")
-    await carried(pair.stream(view))
-    pair.source.leases.revoke("first", "for a test")
-    pair.publish("first")
-    view.close(complete=True)
-    await carried(pair.stream(other))
-    assert pair.state("first") is LeaseState.PUBLISHED
-
-
-async def test_closing_what_has_ended_does_not_count_as_reading_the_next_publish(pair: Pair) -> None:
-    leases = pair.source.leases
-    leases.publish("first", 1, Publication(TABLES, 16, b"", more=True), ttl_s=60, readers=1)
-    view = await pair.view("first")
-    leases.revoke("first", "for a test")
-    async with asyncio.timeout(60):
-        with pytest.raises(KvferryError):
-            await view.advance()
-    pair.publish("first")
-    view.close(complete=True)
-    await carried(pair.stream(await pair.opened("other")))
-    assert pair.state("first") is LeaseState.PUBLISHED
-
-
 async def test_a_reading_that_the_source_has_ended_is_packed_no_more(pair: Pair) -> None:
     """The source would not answer: it knows nothing of it any more."""
     leases = pair.source.leases
@@ -339,22 +296,6 @@ async def test_a_reading_that_the_source_has_ended_is_packed_no_more(pair: Pair)
     with pytest.raises(KvferryError) as caught:
         pair.stream(view)
     assert caught.value.code == "lease_ended"
-
-
-async def test_of_many_updates_the_newest_is_kept_and_what_ended_the_reading_comes_after_it(pair: Pair) -> None:
-    """A source may send more of them than a long read takes."""
-    view = await pair.opened("first")
-    for tokens in range(1000):
-        update = peer_pb2.LeaseUpdate(lease=1, num_tokens=tokens, more=True)
-        view.on_reply(peer_pb2.ReadReply(reading=view.number, update=update))
-    view.on_lost(PeerFailed("peer_lost", "for a test"))
-    async with asyncio.timeout(60):
-        await view.advance()
-        assert view.lease.num_tokens == 999
-        for _ in range(2):
-            with pytest.raises(KvferryError) as caught:
-                await view.advance()
-            assert caught.value.code == "peer_lost"
 
 
 async def lost(pair: Pair) -> None:

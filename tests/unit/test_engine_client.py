@@ -184,21 +184,6 @@ async def test_a_cancelled_receive_ends_when_its_blocks_are_safe(both: Both) -> 
     assert not client._book.sizes()["receives"]
 
 
-async def test_a_receive_that_is_cancelled_before_its_reply_is_aborted_after_it(both: Both) -> None:
-    daemon, client = both
-    daemon.answers.clear()
-    receiving = asyncio.create_task(client.receive("R", TABLES))
-    await daemon.until("receive [1, 2]")
-    receiving.cancel()
-    await asyncio.sleep(0.05)
-    assert daemon.heard == ["receive [1, 2]"], "an abort would find nothing yet"
-    daemon.answers.set()
-    await daemon.until("receive [1, 2]", "abort")
-    daemon.end("t0", "aborted")
-    await asyncio.wait([receiving], timeout=60)
-    assert receiving.cancelled()
-
-
 class Broken(Exception):
     """A failure beside a receive."""
 
@@ -412,26 +397,6 @@ async def test_what_is_withdrawn_is_safe_or_said_not_to_be_known(both: Both) -> 
     assert unknown.value.code == "deadline" and not unknown.value.blocks_safe
     daemon.answers.set()
     await unknown.value.quiesced()
-
-
-async def test_who_waits_for_a_registration_waits_no_longer_than_for_an_answer(
-    both: Both, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Much memory may take minutes; an engine that takes blocks back waits for its publishes."""
-    daemon, client = both
-    monkeypatch.setattr(engine_module, "FILLED_PER_S", 1)
-    client._session.call_timeout_s = 0.1
-    daemon.answers.clear()
-    registering = asyncio.create_task(client.register(cache(*attention(dim=64), engine="e")))
-    await daemon.until("register")
-    for call in (client.publish("R", TABLES, 5), client.receive("R", TABLES)):
-        async with asyncio.timeout(60):
-            with pytest.raises(KvferryError) as late:
-                await call
-        assert late.value.code == "deadline"
-    daemon.answers.set()
-    await registering
-    assert daemon.heard == ["register"]
 
 
 CALLS: dict[str, Callable[[EngineClient], Awaitable[object]]] = {

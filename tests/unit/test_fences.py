@@ -21,7 +21,7 @@ from kvferry.memory.fences import NBYTES, WORDS, Fence, Fences
 from kvferry.memory.handover import sealed_file
 from kvferry.protocol import events
 from kvferry.protocol.lease import Lease
-from kvferry.protocol.values import Account, Publication, ReaderId, Reading
+from kvferry.protocol.values import Publication, ReaderId, Reading
 from kvferry.schemas import LeaseState
 from kvferry.tables import BlockTable
 from kvferryd.engine import fences as watched
@@ -50,13 +50,8 @@ async def watch(page: Fences) -> AsyncIterator[watched.Fences]:
 
 
 @pytest.fixture
-def ended() -> asyncio.Queue[Account]:
-    return asyncio.Queue()
-
-
-@pytest.fixture
-async def leases(ended: asyncio.Queue[Account]) -> Leases:
-    return Leases("prefill", "1", ended.put_nowait, 8)
+async def leases() -> Leases:
+    return Leases("prefill", "1", lambda account: None, 8)
 
 
 def publish(leases: Leases, num_tokens: int = 8, request_id: str = "r", **more: Any) -> Lease:
@@ -214,16 +209,6 @@ async def test_a_fence_asks_for_a_gpu(page: Fences) -> None:
 # publishes
 
 
-async def test_readers_see_nothing_before_the_fence(page: Fences, watch: watched.Fences, leases: Leases) -> None:
-    fence = page.take()
-    lease = publish(leases, after=watch.reached(fence, LONG_S), metadata=b"first token")
-    await quiet()
-    assert (lease.version, lease.state) == (0, LeaseState.PUBLISHING)
-    page.reach(fence)
-    await seen(leases)
-    assert (lease.shown.metadata, lease.state) == (b"first token", LeaseState.PUBLISHED)
-
-
 async def test_a_racing_writer_is_never_seen_halfway(page: Fences, watch: watched.Fences, leases: Leases) -> None:
     """The writer is a thread that fills memory and then reaches its fence, as a stream does. Without the fence the
     reader sees old bytes: the race is real."""
@@ -247,17 +232,6 @@ async def test_a_racing_writer_is_never_seen_halfway(page: Fences, watch: watche
         writer.join(60)
         going.clear()
         leases.revoke(f"r{value}", "seen")
-
-
-async def test_a_fence_that_is_never_reached_ends_the_lease(
-    page: Fences, watch: watched.Fences, leases: Leases, ended: asyncio.Queue[Account]
-) -> None:
-    publish(leases, 4, more=True)
-    publish(leases, 8, after=watch.reached(page.take(), SHORT_S))
-    account = await lasting(ended.get())
-    assert account.problem is not None and account.problem.code == "fence_timeout"
-    assert (account.state, account.num_tokens) == (LeaseState.REVOKED, 4), "what came before was read"
-    assert len(leases.words._free) == leases.limit and not leases._fences
 
 
 async def test_a_lease_that_ends_waits_for_no_fence(page: Fences, watch: watched.Fences, leases: Leases) -> None:

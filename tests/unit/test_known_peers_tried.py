@@ -7,11 +7,8 @@ import socket
 import threading
 from typing import Any
 
-import grpc
 import pytest
-from test_channels_of_ranks import first_of
 
-from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.config import Config
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers import known as known_peers
@@ -19,38 +16,6 @@ from kvferryd.peers.known import KnownPeers
 from kvferryd.peers.peers import Peers
 
 pytestmark = pytest.mark.anyio
-
-
-class Answering(peer_pb2_grpc.PeerServicer):
-    """Refuses each handshake by its number: the first when `may_answer`."""
-
-    def __init__(self) -> None:
-        self.asked, self.may_answer, self.times = asyncio.Event(), asyncio.Event(), 0
-
-    async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Any) -> peer_pb2.HandshakeReply:
-        self.times = number = self.times + 1
-        self.asked.set()
-        await self.may_answer.wait()
-        await context.abort(grpc.StatusCode.NOT_FOUND, f"handshake {number}")
-
-
-async def test_an_order_that_joins_a_known_peers_handshake_begins_its_own_where_that_fails() -> None:
-    """It may have come as the other's time was over, and to it an engine's id passes that was only presumed."""
-    answering, server = Answering(), grpc.aio.server()
-    peer_pb2_grpc.add_PeerServicer_to_server(answering, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    engine, peers = first_of(address), Peers(Config(), Metrics())
-    async with asyncio.timeout(60):
-        met = asyncio.create_task(peers.get(engine, "far", address, ordered=False))
-        await answering.asked.wait()
-        ordered = [asyncio.create_task(peers.get(engine, "far", address)) for _ in range(2)]
-        await asyncio.sleep(0)  # they have joined it
-        answering.may_answer.set()
-        await asyncio.wait([met, *ordered])
-    said = [str(each.exception()) for each in (met, *ordered)]
-    assert ["handshake 1" in said[0], *("handshake 2" in each for each in said[1:])] == [True, True, True], said
-    await asyncio.gather(peers.close(), server.stop(0))
 
 
 async def test_a_name_whose_lookup_hangs_takes_one_thread_and_keeps_no_other_waiting(

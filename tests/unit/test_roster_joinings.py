@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from test_channels_of_ranks import first_of
 
-from kvferry.protocol.roster_events import Member
-from kvferry.protocol.session_events import Rank
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.config import Config
@@ -117,23 +115,3 @@ async def test_any_daemon_may_keep_the_roster_of_all_ranks(roster: str | None) -
     assert "rank 1 finds no other: set it to one address for all ranks" in keeping.fault(engine)
     engine.set_members({1: OWN, 2: "127.0.0.1:2"}, {})
     assert not keeping.fault(engine), "rank 0 has not come yet, and joins here as rank 2 did"
-
-
-async def test_a_rank_is_a_member_while_any_stream_of_its_daemon_is_open() -> None:
-    """A renewal's stream may come before the one that it replaces, and either may end first."""
-    seed = Seed()
-    place, member = Rank("e", "1", 1, 2), Member(OWN, instance="a")
-    async with (
-        aclosing(seed.join(place, member)) as first,
-        aclosing(seed.join(Rank("e", "1", 0, 2), member)) as watched,
-    ):
-        async with aclosing(seed.join(place, member._replace(draining=True))) as second:
-            await anext(first)
-            await anext(second)
-            assert (await anext(watched))[1].draining
-        assert (await anext(watched))[1] == member
-        async with aclosing(seed.join(place, member._replace(instance="b"))) as anew:
-            await anext(anew)
-            assert (await anext(watched))[1].instance == "b"
-        assert set(await anext(watched)) == {0}, "its daemon has started anew since"
-    assert not any(seed.rosters.sizes().values())

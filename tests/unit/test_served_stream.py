@@ -60,17 +60,6 @@ async def reader(leases: Leases) -> AsyncIterator[Reader]:
         yield reader
 
 
-async def test_a_reader_with_more_readings_than_leases_may_be_held_is_refused_only_those(
-    leases: Leases, reader: Reader
-) -> None:
-    for number in range(LIMIT):
-        leases.publish(f"r-{number}", 1, WHOLE, ttl_s=60, readers=1)
-    reader.opens(*(f"r-{number}" for number in range(LIMIT)), *(f"later-{number}" for number in range(LIMIT + 1)))
-    told = [await reader.hears() for _ in range(2 * LIMIT + 1)]
-    assert {reply.reading for reply in told if reply.HasField("update")} == set(range(1, LIMIT + 1))
-    assert sorted(reply.problem.code for reply in told if reply.HasField("problem")) == ["full"]
-
-
 async def test_a_reading_whose_name_is_none_is_refused_alone(leases: Leases, reader: Reader) -> None:
     leases.publish("r", 1, WHOLE, ttl_s=60, readers=1)
     reader.opens("\n" * 300, "r")
