@@ -249,3 +249,37 @@ def test_every_setting_has_a_flag_in_both_spellings() -> None:
     config = resolve(vars(parsed), {})[0]
     assert (config.arena_mb, config.lease_ttl_s, config.strict, config.ucx) == (1, 2.0, False, {"A": "1", "B": "2"})
     assert set(configuration.OPTIONS) <= set(vars(parsed))
+
+
+# ---- what this version cannot do ----
+
+
+STRICT: dict[str, object] = {"strict": True, "ucx": {"TLS": "rc"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        *[
+            ({"device": device, "arena_mb": 0, **more}, "arena_mb")
+            for device in ("cpu", "cuda:0")
+            for more in ({"way": "staged"}, STRICT)
+        ],
+        *[({**STRICT, "way": way}, "way") for way in ("direct", "mapped")],  # strict leaves nothing to be read directly
+        ({"peer": "127.0.0.1:0"}, "peer"),  # nobody can dial it
+        ({"max_leases": 10**9}, "max_leases"),  # each takes a word of registered memory, from the engine's start on
+    ],
+)
+def test_what_cannot_be_done_is_refused(settings: dict[str, object], field: str) -> None:
+    error = refused(settings)
+    assert (error.code, error.field) == ("bad_config", field)
+
+
+def test_strict_does_not_rest_on_transports_that_nobody_chose() -> None:
+    """UCX would take TCP, over which it checks no key: tests/faults/test_strict_attacker.py reads the whole cache."""
+    error = refused({"strict": True})
+    assert (error.code, error.field) == ("bad_config", "strict")
+    assert "TLS=rc,cuda_copy,cuda_ipc" in error.remedy
+    assert not list(resolve({"strict": True, "ucx": {"TLS": "rc,cuda_ipc"}}, {})[0].warnings())
+    (warning,) = resolve({"strict": True, "ucx": {"TLS": "rc,tcp"}}, {})[0].warnings()
+    assert "does not hold over TCP" in warning
