@@ -44,6 +44,12 @@ class Awaited(enum.StrEnum):
     """The source daemon's answer, whether the request is published."""
     PUBLISH = "publish"
     """The source engine: its daemon answers, and has nothing (more) of the request."""
+    SLOT = "slot"
+    """A slot of the own daemon's staging arena, while the transfer has none."""
+    PACK = "pack"
+    """The source's daemon, which packs what is staged: for a slot of its own, or its copies."""
+    RANK = "rank"
+    """Another rank of the same engine: rank 0, which says which lease it has read."""
 
 
 Way: TypeAlias = Literal["auto", "direct", "staged", "mapped"]
@@ -160,13 +166,29 @@ class ErrorBody(_Answer):
         )  # fmt: skip
 
 
+class Wait(_Answer):
+    """A wait for one thing; where it was waited for several times, all of them together.
+
+    on: the thing: the address of a source's daemon, an engine, `rank N`, an arena; "router". part: of a handshake the
+    step that took the longest, such as `asking`, `screening`, `loading`, `mapping`, `planning`. began_at: of the first
+    time, seconds since 1970.
+    """
+
+    what: Awaited
+    on: str = ""
+    part: str = ""
+    began_at: float = 0.0
+    ms: float = 0.0
+
+
 class RankTransfer(_Answer):
     """A rank's share of a transfer.
 
     bytes_per_s: while bytes moved. took_ms: from the order until the daemon that is asked learned of its end; None
     while it goes on. phases_ms: the time in each state, and `total`. `waiting` is the sum of `waiting_order`,
     `waiting_reservation` and `waiting_publish`; the last counts here in whatever state it was waited. `moving`: the
-    part of `reading` in which bytes moved; `nixl`: what NIXL took of that. A phase is counted at its end.
+    part of `reading` in which bytes moved; `nixl`: what NIXL took of that. A phase is counted at its end. waits: what
+    was waited for while nothing moved, for a millisecond or more, the longest first, 8 at most; each at its end.
     """
 
     rank: int
@@ -179,6 +201,7 @@ class RankTransfer(_Answer):
     bytes_per_s: float = 0.0
     took_ms: float | None = None
     waits_for: Awaited | None = None
+    waits: list[Wait] = []
     error: ErrorBody | None = None
 
 
@@ -189,7 +212,8 @@ class TransferRecord(_Answer):
     "UCX", or "cuda_ipc". took_ms, phases_ms, bytes_per_s, waits_for: those of `slowest_rank`, which decides when the
     request can go on (see RankTransfer). tokens: the global range moved. lease: the number of the one that is read,
     once known. attempt: its number; 0 while the order waits for the reservation that says it. created_at, ended_at:
-    seconds since 1970.
+    seconds since 1970. waited_longest: the longest wait of the slowest rank, or for that rank; why_slow: the same in a
+    sentence, with what helps.
     """
 
     transfer_id: str
@@ -209,6 +233,8 @@ class TransferRecord(_Answer):
     phases_ms: dict[str, float] = {}
     bytes_per_s: float = 0.0
     waits_for: Awaited | None = None
+    waited_longest: Wait | None = None
+    why_slow: str = ""
     ranks: list[RankTransfer] = []
     error: ErrorBody | None = None
     created_at: float = 0.0

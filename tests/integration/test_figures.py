@@ -28,6 +28,7 @@ from kvferry.schemas import (
     TransferState,
 )  # fmt: skip
 from kvferryd.demo.fleet import DaemonService
+from kvferryd.explain.outcome import outcome_text
 
 pytestmark = pytest.mark.anyio
 TOKENS = 64
@@ -90,6 +91,15 @@ def frozen(daemon: DaemonService) -> Iterator[None]:
         daemon.signal(signal.SIGCONT)
 
 
+def assert_waited(record: TransferRecord, what: Awaited, on: str, said: str) -> None:
+    """This was its longest wait, and its sentence says so."""
+    wait = record.waited_longest
+    assert wait is not None, record
+    assert (wait.what, wait.on) == (what, on), record
+    assert said in record.why_slow
+    assert outcome_text(record, {}).splitlines()[2] == record.why_slow
+
+
 def adds_up(phases_ms: dict[str, float]) -> bool:
     parts = sum(phases_ms.get(f"waiting_{half}", 0.0) for half in ("order", "reservation", "publish"))
     total = sum(phases_ms[state] for state in STATES)
@@ -104,6 +114,11 @@ async def test_a_requests_time_and_rate_are_those_of_its_slowest_rank_which_is_n
     async with under_way(scene.decode.receive(request_id, blocks)) as receiving:
         for router in scene.routers:
             await until(lambda router=router: router.transfers(request_id), "the reservation is there")
+
+        async def older(request_id: str, times: float) -> bool:
+            (record,) = await scene.routers[0].transfers(request_id)
+            return 1e3 * (time.time() - record.created_at) > times * max(each.ms for each in record.ranks[0].waits)
+
         with frozen(scene.decode.daemons[1]):
             transfer_id = await scene.order(request_id)
 
@@ -112,12 +127,14 @@ async def test_a_requests_time_and_rate_are_those_of_its_slowest_rank_which_is_n
                 return record.ranks[0].state is TransferState.DONE
 
             await until(rank_0_is_done, "rank 0 is done")
+            await until(lambda: older(request_id, 4), "rank 1 is waited for, and longer than anything before")
             half = await scene.routers[0].transfer(transfer_id)
             assert (half.slowest_rank, half.state, half.took_ms) == (1, TransferState.WAITING, None)
         await receiving
     record = await scene.routers[0].wait(transfer_id)
     fast, slow = record.ranks
     assert record.slowest_rank == 1
+    assert_waited(record, Awaited.RANK, "rank 1", "for rank 1 of engine slow-decode -> ")
     assert record.took_ms == slow.took_ms
     assert slow.took_ms > fast.took_ms > 0  # type: ignore[operator]
     assert (record.phases_ms, record.bytes_per_s) == (slow.phases_ms, slow.bytes_per_s)
@@ -146,6 +163,7 @@ async def test_a_late_publish_is_booked_as_waiting_for_the_publish(scene: Scene,
         assert share.phases_ms["waiting"] >= share.phases_ms["waiting_publish"]
         assert adds_up(share.phases_ms)
     assert record.ranks[0].phases_ms["waiting_publish"] >= late_ms
+    assert_waited(record, Awaited.PUBLISH, scene.prefill.daemons[0].peer, "for engine slow-prefill at ")
     assert 1e3 * (said[waited] - before) == pytest.approx(record.ranks[0].phases_ms["waiting_publish"], abs=0.01)
     assert said["kvferry_transfers_waiting", (("waits_for", "publish"),)] == 0
 
@@ -167,6 +185,28 @@ async def test_waits_between_the_chunks_of_a_prefill_are_waits_for_the_publish(s
     assert adds_up(record.phases_ms)
 
 
+async def test_a_source_that_does_not_answer_the_opening_is_named(scene: Scene, request_id: str) -> None:
+    source = scene.prefill.daemons[0]
+    blocks = scene.prefill.take(TOKENS)
+    scene.prefill.write(Kv.random(TOKENS), blocks)
+    with frozen(source):
+        receiving = scene.decode.receive(request_id, scene.decode.take(TOKENS), source=scene.prefill.source())
+        async with under_way(receiving) as received:
+            await scene.until_waits_for(request_id, Awaited.LEASE)
+            began = time.monotonic()
+            async with under_way(scene.prefill.publish(request_id, blocks, TOKENS)) as published:
+                await scene.until_waits_for(request_id, Awaited.LEASE)
+                silent_ms = 1e3 * (time.monotonic() - began)
+                source.signal(signal.SIGCONT)  # it answers, and has the publish at once
+                await published
+            await received
+    record = await scene.record(request_id)
+    assert_waited(record, Awaited.LEASE, source.peer, f"for the daemon at {source.peer} to answer")
+    assert record.waited_longest is not None
+    assert record.waited_longest.ms >= silent_ms
+    assert record.created_at <= record.waited_longest.began_at <= (record.ended_at or 0)
+
+
 @pytest.mark.parametrize("late", [Awaited.ORDER, Awaited.RESERVATION])
 async def test_what_was_waited_for_is_told_apart(scene: Scene, request_id: str, late: Awaited) -> None:
     await scene.publish(request_id)
@@ -180,6 +220,9 @@ async def test_what_was_waited_for_is_told_apart(scene: Scene, request_id: str, 
     record = await scene.routers[0].wait(transfer_id)
     phases_ms = record.ranks[0].phases_ms  # another rank may have got its order before or after
     assert phases_ms[f"waiting_{late}"] == phases_ms["waiting"] > 0
+    (waited,) = [each for each in record.ranks[0].waits if each.what is late]
+    assert waited.ms == pytest.approx(phases_ms["waiting"], abs=5)
+    assert waited.on == ("router" if late is Awaited.ORDER else "slow-decode")
 
 
 async def test_the_error_at_the_deadline_says_what_did_not_come(scene: Scene, request_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,13 +13,14 @@ import httpx
 import pytest
 from fleet import Daemons, until
 from hog import READING, hog
-from pair import MANY, TOKENS, Pair, prefilled
+from pair import MANY, TOKENS, Pair, prefilled, waits_for
 from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from slots import Outcomes, failed, gauge, idle, reading
 
 from kvferry.router import RouterClient
-from kvferry.schemas import LeaseState, TransferState
+from kvferry.schemas import Awaited, LeaseState, TransferState
 from kvferry.v1 import peer_pb2
+from kvferryd.paths.move import ARENA
 
 pytestmark = pytest.mark.anyio
 FLAGS = ("--way", "staged", "--arena-mb", "1")
@@ -271,6 +273,36 @@ async def stuck(pair: Pair, source: TestEngine, request_id: str, **more: float) 
     receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks, source=source.source(), **more))
     await reading(pair.routers[0], request_id)
     return receiving
+
+
+async def test_a_full_arena_is_named_by_whom_it_keeps_waiting(
+    staged: Pair, warm: tuple[TestEngine, TestEngine], request_id: str
+) -> None:
+    """A transfer waits for the source to pack, and has all slots of this side meanwhile: another waits for them."""
+    names, other, router = [f"{request_id}-pack", f"{request_id}-slot"], warm[0], staged.routers[0]
+    await moves(other, staged.decode, router, f"{request_id}-met", TOKENS)
+    async with hogged(staged, request_id):
+        packs = await stuck(staged, staged.prefill, names[0])
+        await until(lambda: waits_for(router, names[0], Awaited.PACK), "a chunk of the source is awaited")
+        slot = await stuck(staged, other, names[1])
+        await until(lambda: waits_for(router, names[1], Awaited.SLOT), "a slot of this side is awaited")
+        for name in names:
+            await until(lambda name=name: long(router, name), "it is waited for, and longer than for anything before")
+    await asyncio.gather(packs, slot)
+    pack, own = [await router.wait((await router.transfers(name))[0].transfer_id) for name in names]
+    assert own.state is pack.state is TransferState.DONE
+    waited = [next(each for each in record.ranks if each.rank == 0).waits[0] for record in (pack, own)]
+    assert [(each.what, each.on) for each in waited] == [
+        (Awaited.PACK, staged.prefill.daemons[0].peer),
+        (Awaited.SLOT, ARENA),
+    ]
+
+
+async def long(router: RouterClient, request_id: str) -> bool:
+    """Its rank 0 has been at it for five times as long as it waited for anything before."""
+    (record,) = await router.transfers(request_id)
+    before = max((each.ms for each in record.ranks[0].waits), default=0.0)
+    return 1e3 * (time.time() - record.created_at) > 5 * before
 
 
 async def moves_all(pair: Pair, request_id: str) -> str:

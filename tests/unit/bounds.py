@@ -22,6 +22,7 @@ from kvferry.protocol import leader, lease, leases, packing, parts, peers, reade
 from kvferry.protocol.transfer import Progress
 from kvferryd import aio
 from kvferryd.api import callers
+from kvferryd.paths import move
 from kvferryd.peers import peer, reader_stream
 from kvferryd.staging import share
 from kvferryd.transfers.order import Reservation
@@ -262,6 +263,7 @@ REMEMBERED: dict[str, Row] = {
     "PeerEngine.loaded": lambda kept: kept.ranks * kept.of("PeerEngine"),
     "PeerEngine.ranks": lambda kept: kept.ranks * kept.of("PeerEngine"),
     "PeerEngine.took_s": lambda kept: 16 * kept.of("PeerEngine"),
+    "Waits._kept": lambda kept: move.MOST * kept.of("Waits"),
     "Figures.lately": lambda kept: peer.LATELY * kept.of("Figures"),
     "PeerRank.regions": lambda kept: kept.of("PeerRank"),
     "ReaderStream._announced": lambda kept: (

@@ -1303,6 +1303,7 @@ class RankTransfer(google.protobuf.message.Message):
     TRANSFER_STATE_FIELD_NUMBER: builtins.int
     PATH_TAKEN_FIELD_NUMBER: builtins.int
     WAITS_FOR_FIELD_NUMBER: builtins.int
+    WAITS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     state: builtins.str
     nbytes: builtins.int
@@ -1317,6 +1318,8 @@ class RankTransfer(google.protobuf.message.Message):
     def phases_ms(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
     def problem(self) -> kvferry.v1.layout_pb2.Problem: ...
+    @property
+    def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Wait]: ...
     def __init__(
         self,
         *,
@@ -1331,11 +1334,43 @@ class RankTransfer(google.protobuf.message.Message):
         transfer_state: kvferry.v1.layout_pb2.TransferState.ValueType = ...,
         path_taken: kvferry.v1.layout_pb2.Path.ValueType = ...,
         waits_for: builtins.str = ...,
+        waits: collections.abc.Iterable[Global___Wait] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "path_taken", b"path_taken", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transfer_state", b"transfer_state", "transport", b"transport", "waits_for", b"waits_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["descriptors", b"descriptors", "nbytes", b"nbytes", "path", b"path", "path_taken", b"path_taken", "phases_ms", b"phases_ms", "problem", b"problem", "rank", b"rank", "state", b"state", "transfer_state", b"transfer_state", "transport", b"transport", "waits", b"waits", "waits_for", b"waits_for"]) -> None: ...
 
 Global___RankTransfer: typing_extensions.TypeAlias = RankTransfer
+
+@typing.final
+class Wait(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: builtins.int
+    ON_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    BEGAN_AT_FIELD_NUMBER: builtins.int
+    MS_FIELD_NUMBER: builtins.int
+    what: builtins.str
+    """see Awaited"""
+    on: builtins.str
+    """the thing"""
+    part: builtins.str
+    """of a handshake: its longest step"""
+    began_at: builtins.float
+    """seconds since 1970"""
+    ms: builtins.float
+    def __init__(
+        self,
+        *,
+        what: builtins.str = ...,
+        on: builtins.str = ...,
+        part: builtins.str = ...,
+        began_at: builtins.float = ...,
+        ms: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["began_at", b"began_at", "ms", b"ms", "on", b"on", "part", b"part", "what", b"what"]) -> None: ...
+
+Global___Wait: typing_extensions.TypeAlias = Wait
 
 @typing.final
 class AbortRequest(google.protobuf.message.Message):

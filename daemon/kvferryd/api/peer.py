@@ -388,6 +388,7 @@ def _share(transfer: Transfer) -> peer_pb2.RankTransfer:
     return peer_pb2.RankTransfer(
         rank=share.rank, state=share.state.value, nbytes=share.bytes, descriptors=share.descriptors, path=share.path,
         transport=share.transport, phases_ms=share.phases_ms, waits_for=share.waits_for or "",
+        waits=[peer_pb2.Wait(**wait.model_dump()) for wait in share.waits],
         transfer_state=TRANSFER_STATES[share.state], path_taken=PATHS[share.path or "unspecified"],
         problem=problem_to_proto(transfer.problem) if transfer.problem else None,
     )  # fmt: skip

@@ -26,7 +26,8 @@ bytes. Needs no daemon. Exits 0 when the two can be paired, 2 when they are refu
 It says what every way is expected to take, and warns when the one that is set (`way`, from --config or KVFERRY_WAY) is
 far from the best.
 
-With --transfer it asks the reader's daemon instead: which ways a transfer had, which was taken, and what that took.
+With --transfer it asks the reader's daemon instead: which ways a transfer had, which was taken, what that took, what
+was waited for the longest, and which other requests waited for the same in that second.
 """
 EXAMPLES = """\
 examples:
@@ -65,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--destination-tables", metavar="FILE", help="block tables of the destination rank")
     parser.add_argument("--tokens", metavar="A:B", help="global tokens A to B - 1")
     parser.add_argument("--json", action="store_true", help="the plan's summary or, with tables, every run as JSON")
-    parser.add_argument("--transfer", metavar="ID", help="a transfer that there was, or its request, instead of files")
+    parser.add_argument(
+        "--transfer", metavar="ID", help="a transfer that there was, or its request, or how either begins"
+    )
     parser.add_argument("--daemon", metavar="URL", help="who knows of it (default: this machine's daemon)")
     parser.add_argument("--token-file", metavar="FILE", help="the daemon's bearer token, on the first line")
     parser.add_argument("--config", metavar="FILE", help="the daemon's settings; KVFERRY_* variables count as well")

@@ -10,15 +10,21 @@ from kvferry.errors import NotFound
 from kvferry.schemas import PeerRecord, TransferRecord
 from kvferryd import config as configuration
 from kvferryd.commands import ask, say
+from kvferryd.observe.waits import others
+
+MOST = 10_000
+"""Records that are looked through: as many as the daemon lists."""
+NAMED = 4
+"""Other requests that are named."""
 
 
 async def explain_transfer(arguments: argparse.Namespace) -> int:
     """Ask the daemon for the transfer, by its id or by its request's, and say it. Raises KvferryError."""
     reach = configuration.reach({"token_file": arguments.token_file, "config": arguments.config})
     async with ask.client(reach, arguments) as daemon:
-        records = await daemon.transfers()
+        records = await daemon.transfers(limit=MOST)
         wanted = arguments.transfer
-        found = [record for record in records if wanted in (record.transfer_id, record.request_id)]
+        found = records_of(wanted, records)
         if not found:
             raise NotFound(
                 "unknown_transfer",
@@ -31,10 +37,32 @@ async def explain_transfer(arguments: argparse.Namespace) -> int:
         source = record.source.engine_id if record.source else ""
         why_not = _why_not([peer for peer in await daemon.peers() if peer.engine_id == source])
     if arguments.json:
-        print(json.dumps({"transfer": record.model_dump(mode="json"), "refused_ways": why_not}))
+        same = same_wait(record, records)
+        told = {"transfer": record.model_dump(mode="json"), "refused_ways": why_not, "same_wait": same}
+        print(json.dumps(told))
     else:
-        print(outcome_text(record, why_not))
+        print(outcome_text(record, why_not, records))
+        if more := {each.request_id for each in found} - {record.request_id}:
+            print(f"\n{say.printable(wanted)} begins {say.count(len(more), 'other request')}, too; this is the newest")
     return ask.DONE
+
+
+def records_of(wanted: str, records: Sequence[TransferRecord]) -> list[TransferRecord]:
+    """Records of this transfer or request. If there are none: records with an id that begins so."""
+    exactly = [each for each in records if wanted in (each.transfer_id, each.request_id)]
+    return exactly or [
+        each
+        for each in records
+        if wanted and (each.transfer_id.startswith(wanted) or each.request_id.startswith(wanted))
+    ]
+
+
+def same_wait(record: TransferRecord, records: Sequence[TransferRecord]) -> list[str]:
+    """Other requests that waited longest for the same thing at that time."""
+    if record.waited_longest is None:
+        return []
+    every = [(each.request_id, each.waited_longest) for each in records if each.request_id != record.request_id]
+    return list(dict.fromkeys(others(record.waited_longest, every)))
 
 
 def _why_not(peers: Sequence[PeerRecord]) -> dict[str, str]:
@@ -42,8 +70,17 @@ def _why_not(peers: Sequence[PeerRecord]) -> dict[str, str]:
     return {way: why for peer in peers for way, why in peer.ways.items() if why}
 
 
-def outcome_text(record: TransferRecord, why_not: Mapping[str, str]) -> str:
-    """A record in words. why_not: ways that its pair cannot take, with the reason."""
+def waited_text(record: TransferRecord, records: Sequence[TransferRecord]) -> str:
+    """The longest wait in a sentence, with others that waited for the same; empty where nothing was waited for."""
+    if not record.why_slow:
+        return ""
+    same = same_wait(record, records)
+    more = f" and {len(same) - NAMED} more" if len(same) > NAMED else ""
+    return record.why_slow + (f"; others of that second: {', '.join(same[:NAMED])}{more}" if same else "")
+
+
+def outcome_text(record: TransferRecord, why_not: Mapping[str, str], records: Sequence[TransferRecord] = ()) -> str:
+    """A record in words. why_not: ways that its pair cannot take, with the reason. records: the others."""
     source = record.source.engine_id if record.source else "nobody yet"
     head = f"request {record.request_id}, from {source} to {record.engine_id}: {record.state.value}"
     if record.error:
@@ -58,6 +95,8 @@ def outcome_text(record: TransferRecord, why_not: Mapping[str, str]) -> str:
     phases = ", ".join(f"{name} {say.duration(ms)}" for name, ms in record.phases_ms.items() if name != "total")
     ways = say.table(heads, rows, "nothing has moved")
     lines = [say.printable(head), say.printable(f"{moved}{tokens}{taken}"), "", ways]
+    if waited := waited_text(record, records):
+        lines[2:2] = [say.printable(waited)]
     return "\n".join([*lines, "", say.printable(f"phases: {phases}")] if phases else lines)
 
 

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import KvferryError
+from kvferry.schemas import Awaited
 from kvferry.v1 import peer_pb2
 from kvferryd.aio import beside, together
 from kvferryd.copy import Batch, Chunk, cut_by_rank, moves, zeros
 from kvferryd.copy.copying import Copying
 from kvferryd.engine import Engine
 from kvferryd.paths.chunks import ChunkStream
-from kvferryd.paths.move import Flight, Move, Moved, PathName
+from kvferryd.paths.move import ARENA, Flight, Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine, Staging
 from kvferryd.plan import Left
 from kvferryd.plan.left import NOTHING
@@ -115,12 +116,36 @@ class _Journey:
     arena: Arena
     addresses: Mapping[int, int]
     left: Left
+    slots: int = 0
+    """Slots that it has."""
+    awaiting: int = 0
+    """Carriers that await a packed chunk."""
+    busy: int = 0
+    """Carriers that read or scatter one."""
 
     async def carry(self, turns: Iterator[Turn]) -> None:
         """Carry chunk after chunk, until none is left; each time in a slot of its own."""
         turn = next(turns, None)
         while turn is not None:
-            turn = await self._through(await self.arena.take(Use.READ), turn, turns)
+            turn = await self._through(await self._slot(), turn, turns)
+
+    async def _slot(self) -> Slot:
+        if not self.slots:
+            self._wait(Awaited.SLOT)
+        slot = await self.arena.take(Use.READ)
+        self.slots += 1
+        self._waited(Awaited.SLOT, ARENA)
+        return slot
+
+    def _wait(self, what: Awaited) -> None:
+        """Nothing of this transfer moves meanwhile."""
+        if not self.busy and self.move.waits.what is not what:
+            self.move.waits.turn(what)
+
+    def _waited(self, what: Awaited, on: str) -> None:
+        waits = self.move.waits
+        if waits.what is what and waits.turn(None):
+            waits.keep(what, on)
 
     async def _through(self, slot: Slot, turn: Turn, turns: Iterator[Turn]) -> Turn | None:
         """Carry chunks through this slot until none is left or others wait for a slot; returns the next turn then."""
@@ -131,11 +156,17 @@ class _Journey:
             coming = stream.want(index)
             while True:
                 try:
+                    self.awaiting += 1
+                    self._wait(Awaited.PACK)
                     packed, chunk = await coming, stream.chunks[index]
                 except KvferryError:
                     if not stream.may_begin_again:
                         raise
                     return next(turns, None)
+                finally:
+                    self.awaiting -= 1
+                    self._waited(Awaited.PACK, stream.source.address)
+                self.busy += 1
                 flight = self._read(slot, stream, chunk, packed)
                 await flight.done
                 flight = self._scatter(slot, chunk)
@@ -148,9 +179,13 @@ class _Journey:
                     stream, index = following
                     coming = stream.want(index)
                 await flight.done
+                self.busy -= 1
+                if self.awaiting:
+                    self._wait(Awaited.PACK)
                 if not onward:
                     return following
         finally:
+            self.slots -= 1
             if flight is not None and (not flight.done.done() or flight.done.cancelled()):
                 flight.abandon()
             # Not before it is quiet: what was given up may still be in the slot.

@@ -9,10 +9,11 @@ from pydantic import BaseModel, ValidationError
 
 from kvferry.errors import Conflict
 from kvferry.protocol.leader_events import End
-from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferState
+from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferState, Wait
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import problem_from_proto, tables_to_proto
 from kvferryd.engine import Engine
+from kvferryd.paths.move import MOST
 from kvferryd.transfers.order import Reservation, attempt_to_proto
 from kvferryd.transfers.transfer import Transfer
 
@@ -80,5 +81,10 @@ def rank_transfer(reply: peer_pb2.RankTransfer, rank: int, address: str) -> Rank
         phases_ms=phases_ms,
         bytes_per_s=round(1e3 * reply.nbytes / moving_ms) if moving_ms > 0 else 0.0,
         waits_for=Awaited(reply.waits_for) if reply.waits_for in set(Awaited) else None,
+        waits=[
+            Wait(what=Awaited(wait.what), on=wait.on, part=wait.part, began_at=wait.began_at, ms=wait.ms)
+            for wait in reply.waits[:MOST]
+            if wait.what in set(Awaited)
+        ],
         error=ErrorBody.of(problem_from_proto(reply.problem)) if reply.HasField("problem") else None,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.schemas import ErrorBody, RankTransfer, TransferRecord, TransferState
+from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferRecord, TransferState, Wait
+from kvferryd.observe.waits import longest, sentence
 from kvferryd.transfers.transfer import Transfer
 
 OF_ANOTHER = frozenset({"rank_failed", "aborted"})
@@ -24,13 +25,16 @@ def share_of(transfer: Transfer) -> RankTransfer:
         bytes_per_s=round(1e3 * transfer.nbytes / moving_ms) if moving_ms else 0.0,
         took_ms=phases.took_ms if transfer.state.ended else None,
         waits_for=transfer.waits_for,
+        waits=transfer.waits.told(transfer.created_at, phases.began),
         error=ErrorBody.of(transfer.problem) if transfer.problem else None,
     )
 
 
 def record_of(transfer: Transfer) -> TransferRecord:
-    ranks = sorted([share_of(transfer), *transfer.ranks.values()], key=lambda share: share.rank)
+    own = share_of(transfer)
+    ranks = sorted([own, *transfer.ranks.values()], key=lambda share: share.rank)
     slowest = min(ranks, key=_lead)
+    waited = longest(slowest, own, transfer.created_at)
     return TransferRecord(
         transfer_id=transfer.transfer_id,
         request_id=transfer.request_id,
@@ -49,11 +53,22 @@ def record_of(transfer: Transfer) -> TransferRecord:
         phases_ms=slowest.phases_ms,
         bytes_per_s=slowest.bytes_per_s,
         waits_for=slowest.waits_for,
+        waited_longest=waited,
+        why_slow=why_slow(transfer, waited, slowest.rank),
         ranks=ranks,
         error=slowest.error or next((share.error for share in ranks if share.error), None),
         created_at=transfer.created_at,
         ended_at=transfer.over_at,
     )
+
+
+def why_slow(transfer: Transfer, waited: Wait | None, rank: int) -> str:
+    """The wait in a sentence; empty where nothing was waited for. rank: that waited."""
+    if waited is None:
+        return ""
+    several = bool(transfer.ranks or rank) and waited.what not in (Awaited.ORDER, Awaited.RANK)
+    source = transfer.order.engine_id if transfer.order else ""
+    return sentence(waited, source, transfer.own.engine_id, rank if several else None)
 
 
 def began_of(transfer: Transfer) -> dict[str, object]:

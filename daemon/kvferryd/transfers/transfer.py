@@ -28,6 +28,7 @@ from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.paths import Flight, Move, PathName
 from kvferryd.paths.checksums import compare
+from kvferryd.paths.move import ARENA, Waits
 from kvferryd.paths.source import SourceReader, announced, bound_to, close_reading
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.peers import Peers
@@ -102,6 +103,7 @@ class Transfer:
         self.metadata = b""
         self.problem: KvferryError | None = None
         self.phases = Phases()
+        self.waits = Waits()
         self.ended = asyncio.Event()
         """This rank's part has ended."""
         self.quiet = asyncio.Event()
@@ -218,6 +220,10 @@ class Transfer:
             return Awaited.PUBLISH
         if self.state is TransferState.CONNECTING:
             return Awaited.LEASE if self._readers else Awaited.HANDSHAKE
+        if self.state is TransferState.READING and self.waits.what in (Awaited.SLOT, Awaited.PACK):
+            return self.waits.what
+        if self.state is TransferState.VERIFYING and isinstance(self._machine, Progress) and self._machine.awaits_first:
+            return Awaited.RANK
         return None
 
     @property
@@ -341,10 +347,10 @@ class Transfer:
             case None if isinstance(self._progress.do, t.Prove):
                 sources = ", ".join(reader.source.address for reader in self._readers.values())
                 why, remedy = f"while reading at {sources} whether the lease held", UNREADABLE
-            case None if self._progress.awaits_first:
+            case Awaited.RANK:
                 why = "while waiting for rank 0 of the same engine to say which lease it reads"
                 remedy = "see that rank's record of the transfer, and whether its daemon stands still"
-            case None:
+            case Awaited.SLOT | Awaited.PACK | None:
                 why, remedy = f"while {self.state.value}", UNREADABLE
         why = f"the deadline passed {why}"
         return Deadline("deadline", why, field="deadline_ms", value=round(self.ordered_s * 1e3), remedy=remedy)
@@ -427,7 +433,17 @@ class Transfer:
             self.path = path.name
             began = time.monotonic()
             move = Move(
-                bound, own, do.tokens, do.states, engine, peer, readers, order.priority, self.deadline, self._flights
+                bound,
+                own,
+                do.tokens,
+                do.states,
+                engine,
+                peer,
+                readers,
+                order.priority,
+                self.deadline,
+                self._flights,
+                self.waits,
             )
             went = await path.move(move)
             self.phases.moved(began)
@@ -481,8 +497,37 @@ class Transfer:
             self.phases.publish_awaited()
         else:
             self.phases.published()
+        self._note_wait(event)
         if it.do is not before:
             self._heard.set()
+
+    def _note_wait(self, event: t.TransferEvent) -> None:
+        """Keep the wait that this event has ended, if it has."""
+        awaits, was = self.waits_for, self.waits.what
+        if awaits is was or not self.waits.turn(awaits) or was is None:
+            return
+        match was:
+            case Awaited.ORDER | Awaited.RESERVATION:
+                late = self.late_half
+                self.waits.keep(late, "router" if late is Awaited.ORDER else self.own.engine_id)
+            case Awaited.HANDSHAKE:
+                steps = self._peer.took_s if self._peer is not None else {}
+                at = self.order.address if self.order else ""
+                self.waits.keep(was, at, max(steps, key=lambda step: steps[step], default=""))
+            case Awaited.LEASE | Awaited.PUBLISH:
+                self.waits.keep(was, self._told_last(event))
+            case Awaited.RANK:
+                self.waits.keep(was, "rank 0")
+            case Awaited.SLOT:  # PACK ends where it is awaited
+                self.waits.keep(was, ARENA)
+
+    def _told_last(self, event: t.TransferEvent) -> str:
+        """The address of the source rank that was waited for: the one that has just told, or of those that have told
+        the least."""
+        if isinstance(event, t.Told) and event.rank in self._readers:
+            return self._readers[event.rank].source.address
+        late = min(self._readers.values(), key=lambda reader: reader.lease.num_tokens, default=None)
+        return late.source.address if late is not None else ""
 
     def _take(self, effect: t.TransferEffect) -> None:
         peer = self._peer

@@ -284,7 +284,7 @@ class Transfers(Book):
                 share, transfer.request_id, transfer.created_at, transfer.trace, transfer_id=transfer.transfer_id,
                 engine_id=transfer.own.engine_id, source=source, attempt=transfer.attempt.number, lease=transfer.lease,
             )  # fmt: skip
-        said = {name: value for name, value in vars(share).items() if name != "error"}
+        said = {name: value for name, value in vars(share).items() if name not in ("error", "waits")}
         write = log.info if transfer.problem is None else log.warning
         write(
             "transfer ended",

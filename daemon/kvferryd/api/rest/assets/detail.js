@@ -7,7 +7,7 @@ import { now } from "./ask.js";
 
 const WAITS = {
   order: "the router's order", reservation: "the engine's blocks", handshake: "the handshake with the source", lease: "the source's daemon",
-  publish: "the source engine to publish",
+  publish: "the source engine to publish", slot: "a slot of the own arena", pack: "the source's daemon to pack", rank: "another rank",
 };
 let record = null;
 
@@ -83,6 +83,7 @@ function draw() {
     ])),
     make("h3", {}, "Timeline", several && over(record) ? make("small", {}, ` rank ${record.slowest_rank} took the longest of ${shares.length}`) : null),
     timeline(shares, age),
+    record.why_slow ? make("p", { class: "note why" }, `It ${record.why_slow}.`) : null,
     make("h3", {}, several ? "Ranks" : "Figures"), ranks(shares, age),
     make("h3", {}, "What it was"),
     make("dl", { class: "pairs" }, entries([
