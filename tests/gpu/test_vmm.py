@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -173,6 +174,34 @@ def test_what_is_not_an_allocation_of_that_size_is_not_mapped(memory: Vmm) -> No
     allocations.close()
     os.close(wrong)
     assert files() == held
+
+
+def test_unmapping_waits_for_work_that_is_queued() -> None:
+    gpu, nbytes = GPUS[FAR], 1 << 30
+    with cuda_vmm.create(gpu, nbytes) as file, contextlib.closing(gpu.stream()) as stream:
+        mapping = VmmMapping(gpu, [file.fileno()], [nbytes])
+        for _ in range(100):
+            stream.fill(mapping.address, nbytes)
+        mapping.close()
+        stream.synchronize()  # an illegal address would break the context, for every test behind this one
+
+
+def test_a_mapping_stays_until_the_last_hold_is_over_and_cannot_be_held_then() -> None:
+    gpu, nbytes = GPUS[FAR], 2 * MIB
+    with cuda_vmm.create(gpu, nbytes) as file:
+        mapping = VmmMapping(gpu, [file.fileno()], [nbytes])
+        hold = mapping.hold()
+        mapping.close()
+        assert len(read(gpu, mapping.address, 1)) == 1
+        hold.close()
+        with pytest.raises(KvferryError) as refused:
+            mapping.hold()
+        assert refused.value.code == "region_closed"
+        other = VmmMapping(gpu, [file.fileno()], [nbytes])  # perhaps at the address that is free now
+        hold.close()
+        mapping.close()
+        assert len(read(gpu, other.address, 1)) == 1
+        other.close()
 
 
 def test_a_hundred_adoptions_leave_nothing(memory: Vmm) -> None:
