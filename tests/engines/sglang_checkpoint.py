@@ -1,9 +1,10 @@
 """Write a small model with random weights. Run by the Python that SGLang is installed for.
 
-    .venv-sglang/bin/python tests/engines/sglang_checkpoint.py latent|windowed FOLDER
+    .venv-sglang/bin/python tests/engines/sglang_checkpoint.py latent|windowed|dense FOLDER
 
 latent: MiniCPM3, whose cache has one row of latent attention for each token. windowed: Gemma 3, every second layer of
-which attends to the last 64 tokens; SGLang keeps the others in the same pool.
+which attends to the last 64 tokens; SGLang keeps the others in the same pool. dense: Qwen3, which SGLang computes
+with DP attention, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, MiniCPM3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MiniCPM3Config, Qwen3Config
 
 SHAPE = {
     "vocab_size": 512, "hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -28,6 +29,7 @@ CONFIGS = {
         **SHAPE, head_dim=32, query_pre_attn_scalar=32, sliding_window=64,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    "dense": lambda: Qwen3Config(**SHAPE, head_dim=32),
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class SglangFleet(Engines):
             f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks * dp)}",
             str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(self.directory / "model"),
             "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size),
-            "--tp", str(ranks), "--dp", str(dp), *FLAGS, *flags,
+            "--tp", str(ranks * dp if "--enable-dp-attention" in flags else ranks), "--dp", str(dp), *FLAGS, *flags,
         ]  # fmt: skip
         if dp == 1:  # each DP rank needs another one, which SGLang chooses
             command += ["--nccl-port", str(self.free_port())]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sglang_engines import PYTHON, START_S, SglangPair, sglang_fleet
 
-from engines import prompt
+from engines import prompt, transfers_at
 from kvferry.schemas import TransferState
 
 pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(3000)]
@@ -19,11 +19,17 @@ LENGTHS = [5, 31, 33, 64, 129, 500, 513, 1025]
 """Both sides of a page (16, 32), of the window (64) and of a chunk (512)."""
 
 
-@pytest.fixture(scope="module", params=["latent", "windowed"])
+ATTENTION = ("--enable-dp-attention", "--enable-dp-lm-head")
+"""Each rank of a server is a DP rank: it has the whole attention, and they compute the rest of each layer together.
+On a CPU SGLang cannot compute the logits together."""
+
+
+@pytest.fixture(scope="module", params=["latent", "windowed", "dense"])
 def pair(request: pytest.FixtureRequest) -> Iterator[SglangPair]:
     with sglang_fleet(partial(_checkpoint, request.param)) as fleet:
-        prefill = fleet.sglang("p", mode="prefill", page_size=16)
-        decode = fleet.sglang("d", mode="decode", page_size=32)
+        dp, flags = (2, ATTENTION) if request.param == "dense" else (1, ())
+        prefill = fleet.sglang("p", mode="prefill", page_size=16, dp=dp, flags=flags)
+        decode = fleet.sglang("d", mode="decode", page_size=32, dp=dp, flags=flags)
         single = fleet.sglang("single", mode="null")
         asyncio.run(fleet.ready(prefill, decode, single, timeout_s=START_S))
         yield SglangPair(prefill, decode, single)
@@ -37,7 +43,8 @@ def _checkpoint(kind: str, folder: Path) -> None:
 
 def test_prompts_of_every_length_get_a_single_engines_tokens(pair: SglangPair) -> None:
     pair.same([prompt(length) for length in LENGTHS])
-    assert [transfer.state for transfer in pair.decode.transfers()] == [TransferState.DONE] * len(LENGTHS)
+    transfers = [transfer for daemon in pair.decode.daemons for transfer in transfers_at(daemon)]
+    assert [transfer.state for transfer in transfers] == [TransferState.DONE] * len(LENGTHS)
 
 
 def test_eight_at_once_get_a_single_engines_tokens(pair: SglangPair) -> None:

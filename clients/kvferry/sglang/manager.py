@@ -122,12 +122,12 @@ class BootstrapServer(BaseKVBootstrapServer):
 def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> None:
     """Raises KvferryError (`unsupported_engine`)."""
     parallel, disagg = get_parallel(), get_disagg()
+    several = mode is DisaggregationMode.PREFILL and parallel.num_dp_ranks > 1
     refused = {
         "pipeline parallelism": parallel.pp_size > 1,
-        "DP attention": parallel.attn_dp_enabled,
+        "prefill's DP ranks on several hosts": several and parallel.nnodes > 1,
         f"--load-balance-method {parallel.load_balance_method} of prefill's DP ranks":
-            mode is DisaggregationMode.PREFILL and parallel.num_dp_ranks > 1
-            and parallel.load_balance_method != "follow_bootstrap_room",
+            several and parallel.load_balance_method != "follow_bootstrap_room",
         "context parallelism": parallel.attn_cp_size > 1,
         "a draft model's cache": args.num_draft_entries > 0,
         f"states ({', '.join(each.value for each in args.state_types)})": bool(args.state_types),
