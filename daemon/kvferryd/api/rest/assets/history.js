@@ -1,7 +1,7 @@
 // Since when: what has ended, by the daemon's own history, with a mark at each start, death, upgrade and drain.
 
 import { ask } from "./ask.js";
-import { at, make, svg } from "./dom.js";
+import { at, make, say, svg } from "./dom.js";
 import { clock, count, plural, rate, span } from "./units.js";
 
 const OFTEN_MS = 10000, WIDTH = 600, HEIGHT = 44, LISTED = 4;
@@ -63,7 +63,7 @@ function draw(range) {
     ["p99", all.map((bin) => bin.p99_ms ?? 0)], ["p50", all.map((bin) => bin.p50_ms ?? 0)]]);
   plot("failures", "Failures", failed ? `${count(failed)} of ${count(failed + sum(shown, (bin) => bin.done))}` : none("none"), failures(shown), (all) => [
     ["failed", all.map((bin) => bin.failed)]]);
-  at("history-ends").replaceChildren(make("small", {}, clock(first * 1000)), make("small", {}, `this rank's share, each bar ${step < 60 ? `${step} s` : `${step / 60} min`}`), make("small", {}, "now"));
+  say("bar", `this rank's share, each bar ${step < 60 ? `${step} s` : `${step / 60} min`}`);
   at("marks").replaceChildren(...marks.slice(-LISTED).reverse().map(({ at: when, kinds, why }) =>
     make("li", { class: kinds.includes("death") ? "bad" : "" }, make("small", {}, clock(when * 1000)), ` ${kinds.map((kind) => SAID[kind] ?? kind).join(", ")}`, why ? make("small", {}, ` ${why}`) : "")));
 }
@@ -95,7 +95,8 @@ function drawPlot(id, name, title, more, layers, { first, long, unseen, marks })
     make("figcaption", {}, make("span", {}, name), make("b", {}, title), more ? make("small", {}, more) : null),
     svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 1}`, preserveAspectRatio: "none", role: "img", "aria-label": `${name}: ${title} ${more}` },
       svg("rect", { class: "unseen", x: 0, y: 0, width: unseen * WIDTH, height: HEIGHT }),
-      svg("line", { x1: 0, y1: HEIGHT + 0.5, x2: WIDTH, y2: HEIGHT + 0.5 }), ...bars, ...lines));
+      svg("line", { x1: 0, y1: HEIGHT + 0.5, x2: WIDTH, y2: HEIGHT + 0.5 }), ...bars, ...lines),
+    make("div", { class: "ends" }, make("small", {}, clock(first * 1000)), make("small", {}, "now")));
 }
 
 export function beginHistory() {

@@ -12,7 +12,7 @@ export function drawTotals(totals, records) {
   const cell = (value, more, tone) => make("span", { class: tone ?? "" }, value, more ? make("small", {}, ` ${more}`) : null);
   at("totals").replaceChildren(...entries([
     ["under way", cell(count(live), waits)],
-    ["done", cell(count(transfers.done ?? 0), done.length ? `median ${span(median(done.map((record) => record.took_ms)))}` : "")],
+    ["done", cell(count(transfers.done ?? 0), transfers.done && done.length ? `median ${span(median(done.map((record) => record.took_ms)))}` : "")],
     ["failed", cell(count(transfers.failed ?? 0), transfers.aborted ? `${count(transfers.aborted)} aborted` : "", transfers.failed ? "bad" : "")],
     ["queue", cell(count(totals.queue))],
     ["leases held", cell(count((leases.publishing ?? 0) + (leases.published ?? 0)), totals.live_readers ? `${count(totals.live_readers)} reading` : "")],
