@@ -317,13 +317,21 @@ class PeerState(enum.StrEnum):
     """It has not answered since `last_error_at`; with no `failures` it answers, and NIXL does not reach its memory."""
 
 
+class PhaseTimes(_Answer):
+    """p99_ms: all but one in a hundred of the last 100 transfers took no longer. worst_ms: of the last five minutes."""
+
+    p99_ms: float
+    worst_ms: float = 0.0
+
+
 class PeerRecord(_Answer):
     """A rank of an engine elsewhere.
 
     failures: in a row, without an answer in between. last_contact_at: when it last answered a call, or a transfer from
     it was done; seconds since 1970. p50_ms, p99_ms: half of its last 100 transfers, all but one in a hundred, took no
     longer, without waits for order, reservation and publish. bytes_per_s: the median of their rates while bytes moved,
-    of what this rank sent. path: of the last one.
+    of what this rank sent. path: of the last one. phases: times of transfers from it, failed ones too, by phase: waits
+    for its `handshake`, its `lease` (the answer to an opening), its `publish`, and its `pack`; `moving`; `verifying`.
     """
 
     engine_id: str
@@ -346,6 +354,7 @@ class PeerRecord(_Answer):
     p99_ms: float | None = None
     bytes_per_s: float | None = None
     path: str = ""
+    phases: dict[str, PhaseTimes] = {}
 
 
 class InboundRecord(_Answer):

@@ -39,7 +39,7 @@ from kvferryd.peers.certificates import CertificateFiles, Certificates
 from kvferryd.peers.contact import Contact
 from kvferryd.peers.inbound import Inbound
 from kvferryd.peers.known import KnownPeers
-from kvferryd.peers.peer import PeerEngine
+from kvferryd.peers.peer import PHASES, Figures, PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.remembered import Remembered
 from kvferryd.peers.roster import Roster, Seed
@@ -642,6 +642,7 @@ def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
             p50_ms=round(median(ms for ms, _ in figures.lately), 3) if figures.lately else None,
             p99_ms=round(_p99([ms for ms, _ in figures.lately]), 3) if figures.lately else None,
             bytes_per_s=round(median(rate for _, rate in figures.lately)) if figures.lately else None,
+            phases=_phases(figures),
             **_contact_fields(rank.channel.contact, connected=rank.connected),
         )
         for peer in peers
@@ -649,6 +650,17 @@ def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
         for rank in peer.ranks.values()
         for figures in [rank.figures]
     ]
+
+
+def _phases(figures: Figures) -> dict[str, schemas.PhaseTimes]:
+    """Of phases that took any time."""
+    worst = dict(zip(PHASES, figures.worst_ms(), strict=False))
+    p99 = {name: _p99(list(spent)) for name, spent in zip(PHASES, zip(*figures.phases, strict=True), strict=False)}
+    return {
+        name: schemas.PhaseTimes(p99_ms=round(ms, 3), worst_ms=round(worst.get(name, 0.0), 3))
+        for name, ms in p99.items()
+        if ms or worst.get(name)
+    }
 
 
 def _p99(values: list[float]) -> float:

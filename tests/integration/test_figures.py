@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -72,7 +73,9 @@ class Scene:
 
 @pytest.fixture(scope="module")
 async def scene(shared_daemons: Daemons) -> AsyncIterator[Scene]:
-    sources, readers = await asyncio.gather(shared_daemons.start("slow-p"), shared_daemons.start("slow-d", 2))
+    sources, readers = await asyncio.gather(
+        shared_daemons.start("slow-p"), shared_daemons.start("slow-d", 2, "--slow-ms", "1")
+    )
     prefill, decode = await asyncio.gather(
         TestEngine.start("slow-prefill", sources, Shape.tp(1)), TestEngine.start("slow-decode", readers, Shape.tp(2))
     )
@@ -205,6 +208,29 @@ async def test_a_source_that_does_not_answer_the_opening_is_named(scene: Scene, 
     assert record.waited_longest is not None
     assert record.waited_longest.ms >= silent_ms
     assert record.created_at <= record.waited_longest.began_at <= (record.ended_at or 0)
+    peers = [await scene.peer(rank) for rank in (0, 1)]
+    assert max(peer.phases["lease"].worst_ms for peer in peers) >= record.waited_longest.ms
+    assert all(peer.phases["lease"].p99_ms == peer.phases["lease"].worst_ms for peer in peers)
+    assert all(peer.phases["moving"].worst_ms > 0 for peer in peers)
+
+
+async def test_a_slow_transfer_is_a_warning_with_the_reason(scene: Scene, request_id: str) -> None:
+    log = scene.decode.daemons[0].log
+    await scene.publish(request_id)
+    await scene.decode.receive(request_id, scene.decode.take(TOKENS), source=scene.prefill.source())
+
+    def lines() -> list[dict[str, object]]:
+        every = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in every if line["event"] == "slow transfer"]
+
+    async def warned() -> bool:
+        return bool(lines())
+
+    await until(warned, "there is a line")
+    for line in lines():
+        assert line["level"] == "warning"
+        assert line["took_ms"] > 1  # type: ignore[operator]
+        assert {"request_id", "transfer_id", "rank", "source", "why_slow", "left_out"} <= set(line)
 
 
 @pytest.mark.parametrize("late", [Awaited.ORDER, Awaited.RESERVATION])

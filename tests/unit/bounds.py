@@ -264,6 +264,8 @@ REMEMBERED: dict[str, Row] = {
     "PeerEngine.ranks": lambda kept: kept.ranks * kept.of("PeerEngine"),
     "PeerEngine.took_s": lambda kept: 16 * kept.of("PeerEngine"),
     "Waits._kept": lambda kept: move.MOST * kept.of("Waits"),
+    "Figures.phases": lambda kept: peer.LATELY * kept.of("Figures"),
+    "Figures.worst": lambda kept: peer.MINUTES * kept.of("Figures"),
     "Figures.lately": lambda kept: peer.LATELY * kept.of("Figures"),
     "PeerRank.regions": lambda kept: kept.of("PeerRank"),
     "ReaderStream._announced": lambda kept: (

@@ -11,6 +11,8 @@ from kvferry.schemas import Awaited, RankTransfer, TransferRecord, TransferState
 from kvferryd.explain.outcome import records_of, same_wait, waited_text
 from kvferryd.observe.waits import longest, sentence
 from kvferryd.paths.move import MOST, Waits
+from kvferryd.peers.peer import MINUTES, PHASES, Figures
+from kvferryd.transfers.slow import EVERY_S, Slow
 
 SAID = [
     (Wait(what=Awaited.ORDER, on="router", ms=2000), "waited 2.0 s for the router's order -> let the router"),
@@ -80,6 +82,31 @@ def test_waits_for_one_thing_add_up_and_the_longest_are_kept() -> None:
     assert [each.on for each in told] == [str(on) for on in reversed(range(MOST, 2 * MOST))]
     assert told[0].ms == pytest.approx(116e3, abs=100)
     assert told[0].began_at == pytest.approx(1e9 - 16, abs=1)
+
+
+def test_slow_transfers_have_a_line_in_a_while() -> None:
+    now = 0.0
+    slow = Slow(1000, lambda: now)
+    assert [slow.says(ms) for ms in (1000, 1001, 2000, 2000, 5)] == [None, 0, None, None, None]
+    now = EVERY_S
+    assert [slow.says(ms) for ms in (1001, 1001)] == [2, None]
+    assert Slow(0, lambda: now).says(1e9) is None
+
+
+def test_a_peers_worst_times_are_those_of_the_last_minutes() -> None:
+    figures = Figures()
+    assert figures.worst_ms() == ()
+    for ms in (30.0, 5.0):
+        figures.add(dict.fromkeys(PHASES, ms) | {"pack": 1.0})
+    assert dict(zip(PHASES, figures.worst_ms(), strict=True)) == dict.fromkeys(PHASES, 30.0) | {"pack": 1.0}
+    (minute,) = figures.worst
+    figures.worst[minute - MINUTES] = figures.worst.pop(minute)
+    assert figures.worst_ms() == ()
+    for earlier in range(2 * MINUTES):
+        figures.worst[minute - MINUTES - earlier] = (9.0,) * len(PHASES)
+        figures.add(dict.fromkeys(PHASES, 2.0))
+    assert figures.worst_ms() == (2.0,) * len(PHASES)
+    assert len(figures.worst) <= MINUTES
 
 
 def record(name: str, began_at: float, on: str = "h:1", what: Awaited = Awaited.LEASE) -> TransferRecord:

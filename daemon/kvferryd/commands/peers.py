@@ -68,6 +68,7 @@ def peers_text(found: PeerList) -> str:
     ]
     cannot = {(peer.engine_id, way, why): None for peer in known for way, why in peer.ways.items() if why}
     lines += [f"{engine_id}: {way} cannot be had: {why}" for engine_id, way, why in cannot]
+    lines += [_phases(peer) for peer in known if peer.phases]
     shown = [lines[0], *map(printable, lines[1:])]
     if found.inbound:
         readers = sorted(found.inbound, key=lambda reader: (reader.engine_id, reader.rank))
@@ -82,6 +83,12 @@ def _row(state: str, peer: PeerRecord) -> tuple[str, ...]:
         state, peer.engine_id, str(peer.rank), peer.address, peer.path or "-", *took, rate(peer.bytes_per_s),
         size(peer.bytes_read), str(peer.transfers), str(peer.failures), error, peer.version or "-",
     )  # fmt: skip
+
+
+def _phases(peer: PeerRecord) -> str:
+    """p99 of each phase, and the worst of five minutes."""
+    said = (f"{name} {duration(each.p99_ms)}/{duration(each.worst_ms)}" for name, each in peer.phases.items())
+    return f"{peer.engine_id} rank {peer.rank}: p99/worst of 5 min: {', '.join(said)}"
 
 
 def _error(whom: str, failures: int, error: ErrorBody, at: float | None) -> str:

@@ -115,6 +115,12 @@ class Config(BaseModel):
     max_transfers: Whole = _about(256, "unfinished transfers; more orders are answered 429", ge=1)
     max_leases: Whole = _about(4096, "live leases; more are refused", ge=1, le=1 << 20)
     history: Whole = _about(1000, "ended transfers that can still be looked up", ge=0)
+    slow_ms: Whole = _about(
+        1000,
+        "a transfer that takes longer, waits for order, reservation and publish left out, is a warning in the log; "
+        "0: none",
+        ge=0,
+    )
     state: Folder = _about(
         None,
         "a folder for this daemon alone, whose file keeps the history (GET /v1/history) when the process ends, also "

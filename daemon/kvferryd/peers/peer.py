@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,11 @@ log = logs.get(__name__)
 LATELY = 100
 """Transfers of which a peer's median and its slowest hundredth are made."""
 
+PHASES = ("handshake", "lease", "publish", "pack", "moving", "verifying")
+"""Phases of which a peer's times are kept: what was waited for at it, and what was done with it."""
+MINUTES = 5
+"""The worst of a phase is that of the last so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Staging:
@@ -47,6 +53,23 @@ class Figures:
     """The path of the last transfer."""
     lately: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATELY))
     """For each of the last transfers: its milliseconds without waits, and bytes a second while they moved."""
+    phases: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=LATELY))
+    """For each of the last transfers, failed ones too: the milliseconds of PHASES."""
+    worst: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """By minute of the monotonic clock: the most milliseconds of each of PHASES."""
+
+    def add(self, phases_ms: dict[str, float]) -> None:
+        """A transfer has ended."""
+        spent, minute = tuple(phases_ms[name] for name in PHASES), int(time.monotonic() // 60)
+        self.phases.append(spent)
+        self.worst[minute] = tuple(map(max, self.worst.get(minute, spent), spent))
+        if len(self.worst) > MINUTES:
+            del self.worst[min(self.worst)]
+
+    def worst_ms(self) -> tuple[float, ...]:
+        """Of each of PHASES, in the last MINUTES."""
+        since = int(time.monotonic() // 60) - MINUTES
+        return tuple(map(max, zip(*(ms for minute, ms in self.worst.items() if minute > since), strict=True)))
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,9 @@ from kvferryd.transfers.transfer import Transfer
 OF_ANOTHER = frozenset({"rank_failed", "aborted"})
 """Errors of a rank that has ended because another has."""
 
+GIVEN = frozenset({Awaited.ORDER, Awaited.RESERVATION, Awaited.PUBLISH})
+"""Waits for engines and routers, which make no transfer slow."""
+
 
 def share_of(transfer: Transfer) -> RankTransfer:
     """This rank's part, as it stands."""

@@ -30,7 +30,7 @@ from kvferryd.paths import Flight, Move, PathName
 from kvferryd.paths.checksums import compare
 from kvferryd.paths.move import ARENA, Waits
 from kvferryd.paths.source import SourceReader, announced, bound_to, close_reading
-from kvferryd.peers.peer import PeerEngine, PeerRank
+from kvferryd.peers.peer import PHASES, PeerEngine, PeerRank
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import check_whole
 from kvferryd.transfers.order import Order, Past, Reservation
@@ -632,15 +632,18 @@ class Transfer:
         else:
             self._around.spawn(self._settle(engine))
 
-    def tell_sources(self, phases_ms: Mapping[str, float]) -> None:
-        """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them. phases_ms: of
-        its share."""
+    def tell_sources(self, share: RankTransfer) -> None:
+        """Add how it went to what is known of its source ranks. Once, after the end: it lets go of them. share: its
+        own."""
+        phases_ms = share.phases_ms
         took_ms, moving_ms = phases_ms["total"] - phases_ms["waiting"], phases_ms.get("moving", 0.0)
         read, self._read = self._read, []
         for source, nbytes, version in read:
             contact = source.channel.contact
             figures = source.figures
             figures.bytes_read += nbytes
+            waited = {wait.what.value: wait.ms for wait in share.waits if wait.on == source.address}
+            figures.add({name: waited.get(name, phases_ms.get(name, 0.0)) for name in PHASES})
             if self.state is TransferState.DONE:
                 contact.answered()
                 figures.transfers += 1

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import assert_never
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -28,7 +29,8 @@ from kvferryd.transfers.book import Book
 from kvferryd.transfers.claims import written
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import Ranks
-from kvferryd.transfers.record import began_of, json_of, share_of
+from kvferryd.transfers.record import GIVEN, began_of, json_of, share_of, why_slow
+from kvferryd.transfers.slow import Slow
 from kvferryd.transfers.transfer import Surroundings, Transfer
 
 log = logs.get(__name__)
@@ -45,7 +47,7 @@ class Transfers(Book):
         instance: of this daemon."""
         super().__init__(instance[:8])
         self._config, self._metrics, self._notes, self._spans = config, metrics, notes, spans
-        self._history = history
+        self._history, self._slow = history, Slow(config.slow_ms, time.monotonic)
         self._one_fewer = one_fewer
         self._engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
         """By life."""
@@ -275,7 +277,7 @@ class Transfers(Book):
 
     def _note_end(self, transfer: Transfer) -> None:
         share = share_of(transfer)
-        transfer.tell_sources(share.phases_ms)
+        transfer.tell_sources(share)
         source = transfer.order.engine_id if transfer.order else ""
         self._metrics.transfer_ended(share, source)
         self._history.ended(share, source)
@@ -300,6 +302,14 @@ class Transfers(Book):
             **transfer.trace.about,
             **({"code": transfer.problem.code, "why": str(transfer.problem)} if transfer.problem else {}),
         )
+        took_ms = share.phases_ms["total"] - share.phases_ms["waiting"]
+        if (left_out := self._slow.says(took_ms)) is not None:
+            waited = next((each for each in share.waits if each.what not in GIVEN), None)
+            log.warning(
+                "slow transfer", request_id=transfer.request_id, transfer_id=transfer.transfer_id, rank=share.rank,
+                source=source, took_ms=round(took_ms, 1), why_slow=why_slow(transfer, waited, share.rank),
+                left_out=left_out, **transfer.trace.about,
+            )  # fmt: skip
 
     def _on_over(self, transfer: Transfer) -> None:
         if transfer.over and not transfer.over_number:
