@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,16 @@ import pytest
 from fleet import TIMEOUT_S
 from keepers import eventually, serving
 from load import Engine
-from ranks import Blocks, Kv
+from ranks import Blocks, Bytes, Kv, Shape, describe
 from test_daemon_dies import START_S, stands_by
 
+from kvferry.blocking import BlockingEngineClient
+from kvferry.memory import SharedRegion
 from kvferry.router import RouterClient
-from kvferry.schemas import TransferRecord
+from kvferry.schemas import SourceBody, TransferRecord
 from kvferryd.demo.fleet import DaemonService, Fleet
 
+TP2 = Shape.tp(2)
 SLOW = ("--connect-timeout-s", "300")
 """A peer that says nothing is given longer than any test."""
 
@@ -53,7 +57,7 @@ def moved(source: Engine, reader: Engine, request_id: str) -> TransferRecord:
 
 def handshakes(daemon: DaemonService) -> dict[str, float]:
     """How many have ended, by what came of them."""
-    lines = httpx.get(f"{daemon.url}/metrics", trust_env=False, timeout=TIMEOUT_S).text.splitlines()
+    lines = asked(daemon, "/metrics").text.splitlines()
     counts = (line.split('"') for line in lines if line.startswith("kvferry_handshakes_total{"))
     return {outcome: float(count.strip("} ")) for _, outcome, count in counts if float(count.strip("} "))}
 
@@ -69,8 +73,25 @@ def killed(engine: Engine) -> None:
 def ready_again(engine: Engine, gone: int) -> None:
     assert "there again" in engine.said.get(timeout=TIMEOUT_S)
     assert serving(engine.daemon) != gone
-    url = f"{engine.daemon.url}/readyz"
-    eventually(lambda: httpx.get(url, trust_env=False, timeout=TIMEOUT_S).status_code == 200, "it is ready")
+    is_ready(engine.daemon)
+
+
+def asked(daemon: DaemonService, path: str) -> httpx.Response:
+    return httpx.get(f"{daemon.url}{path}", trust_env=False, timeout=TIMEOUT_S)
+
+
+def is_ready(daemon: DaemonService) -> None:
+    eventually(lambda: asked(daemon, "/readyz").is_success, f"{daemon.name} is ready")
+
+
+def has_met(daemon: DaemonService, engine_id: str) -> None:
+    """No order has asked for it. A machine that is slow is ready before, as it waits for so long and no longer."""
+
+    def all_ranks() -> bool:
+        peers = asked(daemon, "/v1/peers").json()["peers"]
+        return {(peer["engine_id"], peer["state"]) for peer in peers} == {(engine_id, "connected")}
+
+    eventually(all_ranks, f"{daemon.name} has met {engine_id}")
 
 
 @pytest.mark.parametrize("side", ["source", "reader"])
@@ -84,6 +105,7 @@ def test_the_first_request_after_a_crash_of_either_daemon_shakes_no_hands(
         for count in range(2):  # the daemon after the next has it, too
             eventually(lambda: stands_by(victim.daemon), "another daemon stands by")
             killed(victim)
+            has_met(reader.daemon, source.name)
             shaken = handshakes(reader.daemon)
             after = moved(source, reader, f"{request_id}-after-{count}")
             assert handshakes(reader.daemon) == shaken == {"ok": 1.0 if side == "reader" else count + 2.0}
@@ -100,6 +122,7 @@ def test_after_an_upgrade_of_all_daemons_no_request_shakes_hands(own_fleet: Flee
         for engine, pid in gone.items():
             assert "has gone" in engine.said.get(timeout=TIMEOUT_S)
             ready_again(engine, pid)
+        has_met(reader.daemon, source.name)
         shaken = handshakes(reader.daemon)
         after = moved(source, reader, f"{request_id}-after")
         assert handshakes(reader.daemon) == shaken
@@ -118,9 +141,76 @@ def test_a_peer_that_does_not_answer_does_not_hold_ready(own_fleet: Fleet, reque
             source.daemon.process.kill()  # its keeper, and with it the daemon
         try:
             killed(reader)
-            neighbours = httpx.get(f"{reader.daemon.url}/v1/peers", trust_env=False, timeout=TIMEOUT_S).json()
+            neighbours = asked(reader.daemon, "/v1/peers").json()
             assert not neighbours["peers"]
             assert len(neighbours["unmet"]) == (peer == "gone"), "it waits for no word of one that stands still"
         finally:
             if peer == "stopped":
                 os.kill(silent, signal.SIGCONT)
+
+
+class TwoRanks:
+    """An engine of two ranks, each of which attaches again by itself, and their daemons under keepers."""
+
+    def __init__(self, name: str, daemons: list[DaemonService]) -> None:
+        self.name, self.daemons = name, daemons
+        self.clients, self.said = list[BlockingEngineClient](), [queue.Queue[str]() for _ in daemons]
+        self.memories = list[Bytes]()
+        for rank, daemon in enumerate(daemons):
+            client = BlockingEngineClient.connect(
+                str(daemon.socket), engine_id=name, epoch="1", rank=rank, world_size=2, timeout_s=TIMEOUT_S,
+                say=self.said[rank].put,
+            )  # fmt: skip
+            region = client.allocate(TP2.nbytes(rank))
+            assert isinstance(region, SharedRegion)
+            client.register(describe(name, "1", TP2, rank, region))
+            self.clients.append(client)
+            self.memories.append(region.array())
+
+    def reads(self, source: TwoRanks, number: int) -> None:
+        """A request by this number, on both ranks: every byte comes."""
+        request_id, kv, blocks = f"{self.name}-{number}", Kv.random(40), Blocks((3, 1, 4), 5)
+        for rank, client in enumerate(source.clients):
+            TP2.write(rank, source.memories[rank], kv, blocks, (0, kv.tokens), True)
+            client.publish(request_id, blocks.tables(), kv.tokens, lease=number)
+        named = SourceBody(engine_id=source.name, address=source.daemons[0].peer)
+        receiving = [
+            client.receive(request_id, blocks.tables(), source=named, attempt=number, deadline_s=30)
+            for client in self.clients
+        ]
+        for each in receiving:
+            each.result(TIMEOUT_S)
+        assert not any(TP2.wrong(rank, memory, kv, blocks) for rank, memory in enumerate(self.memories))
+
+
+@pytest.mark.parametrize(
+    ("side", "rank"),
+    [
+        ("reader", 0),
+        *(pytest.param(*which, marks=pytest.mark.slow) for which in [("reader", 1), ("source", 0), ("source", 1)]),
+    ],
+)
+def test_no_rank_shakes_hands_for_the_first_request_after_one_has_lost_its_daemon(
+    own_fleet: Fleet, request_id: str, side: str, rank: int
+) -> None:
+    both = {name: own_fleet.daemons(name, 2, kept=True) for name in ("source", "reader")}
+    every = [daemon for daemons in both.values() for daemon in daemons]
+    asyncio.run(own_fleet.ready(*every, timeout_s=START_S))
+    source, reader = (TwoRanks(f"{name}-{request_id[-8:]}", daemons) for name, daemons in both.items())
+    reader.reads(source, 1)
+    victim = source if side == "source" else reader
+    eventually(lambda: stands_by(victim.daemons[rank]), "another daemon stands by")
+    gone = serving(victim.daemons[rank])
+    os.kill(gone, signal.SIGKILL)
+    while "there again" not in victim.said[rank].get(timeout=TIMEOUT_S):
+        pass
+    for daemon in every:
+        is_ready(daemon)
+    for daemon in reader.daemons:  # also where the roster alone was made anew
+        has_met(daemon, source.name)
+    shaken = [handshakes(daemon) for daemon in reader.daemons]
+    reader.reads(source, 2)
+    assert [handshakes(daemon) for daemon in reader.daemons] == shaken
+    for engine in (source, reader):
+        for client in engine.clients:
+            client.close()

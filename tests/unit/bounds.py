@@ -275,6 +275,7 @@ REMEMBERED: dict[str, Row] = {
     "Channels._open": lambda kept: 2 * kept.others,
     "Channels._newest": lambda kept: kept("Channels._open"),
     "Callers._under_way": lambda kept: callers.MAX_CALLS,
+    "PeerService._ucx": lambda kept: 0,  # these worlds have no UCX
     "Callers._from": lambda kept: kept("Callers._under_way"),
     "Engine.members": lambda kept: kept.ranks,
     "Engine.instances": lambda kept: kept.ranks,

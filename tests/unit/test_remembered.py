@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
 import zlib
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from test_channels_of_ranks import first_of
 
 from kvferry.file import File
-from kvferry.protocol.peers_wanted import HAD
+from kvferry.protocol.peers_wanted import GONE_S, HAD
+from kvferry.protocol.values import ReaderId
+from kvferryd.config import Config
+from kvferryd.observe.metrics import Metrics
+from kvferryd.peers.inbound import Inbound
+from kvferryd.peers.peers import Peers
 from kvferryd.peers.remembered import ENGINES, NOBODY, Known, Remembered
 
 MET = (("a", "h:1"),)
+
+
+class Own:
+    """As much of an engine as its readers concern."""
+
+    engine_id = "own"
+
+    def __init__(self) -> None:
+        self.session: Any = SimpleNamespace(retiring=False)
 
 
 @pytest.fixture
@@ -99,3 +118,32 @@ def test_a_file_that_cannot_be_written_harms_nobody() -> None:
     ours = Remembered(File(os.open("/dev/null", os.O_RDONLY)))
     ours.put("reader", met=MET)
     assert ours.of("reader").met == MET
+
+
+@pytest.mark.anyio
+async def test_an_engine_waits_for_those_that_it_had_met_until_they_are_met_or_missed(
+    opened: Callable[[], File],
+) -> None:
+    Remembered(opened()).put("e", met=[("gone", "127.0.0.1:9")])
+    peers, engine = Peers(Config(), Metrics(), None, Remembered(opened())), first_of()
+    peers.expect(engine)
+    assert peers.awaited(engine) == 1
+    async with asyncio.timeout(60):
+        while peers.awaited(engine):  # noqa: ASYNC110  it ends by time as well
+            await asyncio.sleep(0.01)
+    await peers.forget_engine(engine)
+    await peers.close()
+
+
+def test_readers_that_have_left_lately_are_awaited_and_no_others(opened: Callable[[], File]) -> None:
+    now, engine = time.monotonic(), Own()
+    readers = [("reads", 0, 0.0), ("left now", 0, now), ("left long ago", 0, now - GONE_S)]
+    Remembered(opened()).put("own", readers=readers)
+    inbound = Inbound(Remembered(opened()))
+    inbound.expect(engine)
+    assert inbound.awaited(engine) == 2
+    with inbound.reading(engine, ReaderId("reads", "1", 0, 1)), inbound.reading(engine, ReaderId("new", "1", 0, 1)):
+        assert inbound.awaited(engine) == 1
+        assert {each[0] for each in Remembered(opened()).of("own").readers} == {"left now", "reads", "new"}
+        engine.session.retiring = True
+    assert [each[2] for each in Remembered(opened()).of("own").readers] == [0.0] * 3, "it was we who ended the streams"

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from kvferry.errors import Internal, KvferryError
 from kvferry.protocol import peers_events as e
-from kvferry.protocol.peers import Peers
+from kvferry.protocol.peers import Peer, Peers
 from kvferryd.aio import Tasks, Timer, all_over, settle
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
@@ -102,8 +102,11 @@ class Meeting:
     def notice(self) -> None:
         """Peers are lost by themselves."""
         for peer in list(self.machine):
-            if not peer.lost and self._met[peer.number].lost:
-                self.on(e.Lost(peer.number))
+            self._notice(peer)
+
+    def _notice(self, peer: Peer | None) -> None:
+        if peer is not None and not peer.stale and not peer.lost and self._met[peer.number].lost:
+            self.on(e.Lost(peer.number))
 
     async def end(self, why: KvferryError) -> None:
         """Our engine ends, its agent with it."""
@@ -172,7 +175,7 @@ class Meeting:
 
         for rank in peer.ranks.values():
             rank.channel.contact.met()
-            rank.stream.when_over(self.notice)
+            rank.stream.when_over(partial(self._notice, peer.place))
             if rank.mapped.call is not None:
                 rank.mapped.call.add_done_callback(gone)
 

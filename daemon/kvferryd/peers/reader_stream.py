@@ -62,7 +62,7 @@ class ReaderStream:
         return self._why is not None
 
     def when_over(self, tell: Callable[[], None]) -> None:
-        """Called in a turn of the loop's own when it is over; at once where it is."""
+        """Called when it is over, in a turn of the loop's own."""
         self._reading.add_done_callback(lambda _: tell())
 
     def check(self) -> None:
