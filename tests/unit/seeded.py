@@ -33,7 +33,6 @@ from bounds import Kept
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
 
 from kvferry.errors import Conflict, KvferryError
-from kvferry.protocol import session as session_machine
 from kvferry.protocol.events import Lose
 from kvferry.protocol.leader import GRACE_S
 from kvferry.protocol.packing import KEPT_S
@@ -59,7 +58,7 @@ SEEDS = 1 << 48
 HIGHEST = (1 << 31) - 1
 """The highest attempt that an order may name: the reservation that it waits for never comes."""
 BLOWS = ("preempt", "preempt", "other prompt", "abort", "abort here", "read", "stream", "restart source",
-         "restart reader", "time", "time", "order again", "late")  # fmt: skip
+         "restart reader", "time", "time", "order again")  # fmt: skip
 NOT_DONE = "not done though nothing stands in the way"
 KNOWN: dict[str, str] = {}
 """Kinds of violations that are known, and why they are there. The protocol without I/O ends them. A night reports all
@@ -175,8 +174,6 @@ class Run:
         self.others = 0
         self.numbers = dict.fromkeys(REQUESTS, 0)
         """The number of each request's last attempt, as the reading engine counts."""
-        self.newest: dict[tuple[int, str], tuple[Daemon, int]] = {}
-        """For each rank and request: the daemon that has begun an attempt last, and its number."""
         self.bodies: list[OrderBody] = []
         self.attempt_ordered = 0
         """The attempt that routers name in orders that name one; 0 for the next one."""
@@ -361,27 +358,10 @@ class Run:
 
         try:
             self._call(daemon, begin)
-            self.newest[rank, receive.request_id] = daemon, receive.number
         except KvferryError as error:
             self.log.append(f"  rank {rank} refuses: {error.code}")
             self.ends[f"refused: {error.code}"] += 1
             receive.refused[rank] = error
-
-    def _receive_late(self, request_id: str) -> None:
-        """A reservation of an attempt that this rank's daemon has seen passed comes once more."""
-        rank = self.rng.choice(sorted(self.readers))
-        of, newest = self.newest.get((rank, request_id), (None, 1))
-        daemon, blocks = self.readers[rank], self._free_blocks(rank)
-        if of is not daemon or newest < 2 or len(blocks) < 2:
-            return
-        number = self.rng.randrange(1, newest)
-        reservation = Reservation({"full": BlockTable.of(blocks)}, (0, 2 * SLOTS))
-        with contextlib.suppress(KvferryError):
-            self._call(
-                daemon, daemon.ferry.jobs.receive, daemon.engine, request_id, number, reservation,
-                self._order(request_id), None,
-            )  # fmt: skip
-            raise Violation("an attempt that was passed begins", f"{number} of {request_id} after {newest}")
 
     def order(self, request_id: str, body: OrderBody | None = None) -> None:
         """A router orders, at any rank. body: that of an order given before."""
@@ -635,8 +615,6 @@ class Run:
             case "order again":
                 given = [body for body in self.bodies if body.request_id == request_id]
                 self.order(request_id, self.rng.choice(given) if given else None)
-            case "late":
-                self._receive_late(request_id)
 
     def _restart(self, daemons: dict[int, Daemon], engine: str) -> None:
         """The daemon of one rank dies. Its engine's rank attaches to the next one, in the same epoch."""
@@ -751,8 +729,7 @@ class Run:
         return any(each.newest(request_id) and each.get(request_id) is None for each in every)
 
     def _leave(self) -> None:
-        """A wish to drain or to stop is fulfilled: the one when a last lease has expired, the other though a region
-        cannot be freed. Nothing is left."""
+        """A wish to drain or to stop is fulfilled, the one when a last lease has expired. Nothing is left."""
         loop = self.world.loop
         self.publish(REQUESTS[0])
         for daemon in (*self.readers.values(), *self.sources.values()):
@@ -763,8 +740,6 @@ class Run:
                 raise Violation("who waits for a drain is not answered")
             if not draining.result().drained:
                 raise Violation("a drain is not fulfilled though nothing goes on")
-        if self.rng.random() < 0.3:
-            self._retire(self.rng.choice((*self.readers.values(), *self.sources.values())))
         for daemon in (*self.readers.values(), *self.sources.values()):
             with self.world.within(daemon.process):
                 closing = loop.create_task(daemon.ferry.close())
@@ -774,31 +749,6 @@ class Run:
                 raise Violation("a daemon stops by halves", str(sorted(failed)))
         if self.world.flights():
             raise Violation("reads are left")
-
-    def _retire(self, daemon: Daemon) -> None:
-        """Its engine's session ends, and a step of that fails. Memory is freed, or accounted for; none is freed, nor
-        called quiet, where what uses it may go on."""
-        engine, session, registry = daemon.engine, daemon.engine.session, daemon.ferry.registry
-        regions = list(session.regions.values())
-        steps = [(region, "close", False) for region in regions]
-        steps += [(daemon.ferry.roster, "leave", False), (daemon.ferry.peers_known, "forget_engine", False)]
-        steps += [(engine.leases, "revoke_all", False), (engine.agent, "close", True), (engine.sums, "close", True)]
-        steps += [(engine.copies, "close", True)]
-        owner, name, may_go_on = self.rng.choice(steps)
-        setattr(owner, name, _breaks)
-        with self.world.within(daemon.process):
-            ending = self.world.loop.create_task(registry.end(session.id))
-        self._wait(ending.done, 15.0)
-        error = ending.exception() if ending.done() else None
-        refused = isinstance(error, KvferryError) and error.code == "not_quiet"
-        if ending.done() and refused != may_go_on:
-            raise Violation("what may go on is called quiet, or what does not is not", repr(error))
-        gone = self._wait(lambda: (session.id in registry._sessions) == may_go_on, session_machine.KEPT_S + 1.0)
-        if not (ending.done() and gone) or session in registry.sessions:
-            raise Violation("a retirement that meets a failing step does not empty")
-        unfreed = sum(region.span.nbytes for region in regions if not region.closed)  # type: ignore[attr-defined]
-        if (may_go_on or owner in regions) != bool(unfreed) or daemon.ferry.totals().unfreed_bytes < unfreed:
-            raise Violation("memory is freed while it may be used, or is lost")
 
 
 def _written(daemon: Daemon) -> Iterator[int]:
@@ -813,10 +763,6 @@ def _written(daemon: Daemon) -> Iterator[int]:
             side = part.destination
             offsets = side.table.offsets[side.first_row : side.first_row + part.rows]
             yield from (int(segment + offset) for segment in side.segments for offset in offsets)
-
-
-def _breaks(*_: object, **__: object) -> None:
-    raise RuntimeError("the context is broken")
 
 
 # ---- many runs ----

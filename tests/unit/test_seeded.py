@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from seeded import KNOWN, SEEDS, found_by, quiet
 
-from kvferry.protocol import session as protocol_session
 from kvferry.protocol.claims import Claims
 from kvferry.protocol.lease import Lease
 from kvferry.protocol.leases import Leases
@@ -110,20 +109,6 @@ PLANTED = [
     ("nobody is told that a drain is over", Ferry, "drain", for_ever, "who waits for a drain is not answered"),
     ("a daemon does not close", Ferry, "close", for_ever, "a daemon does not stop"),
     ("an engine is not told", Session, "tell", nothing, "an engine is not told of an end"),
-    (
-        "a session is never forgotten",
-        protocol_session.Session,
-        "_retired",
-        no_effects,
-        "a retirement that meets a failing step does not empty",
-    ),
-    (
-        "memory is freed though its agent goes on",
-        Session,
-        "stop",
-        at_once,
-        "what may go on is called quiet, or what does not is not",
-    ),
 ]
 
 
