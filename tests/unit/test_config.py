@@ -266,7 +266,7 @@ STRICT: dict[str, object] = {"strict": True, "ucx": {"TLS": "rc"}}
             for more in ({"way": "staged"}, STRICT)
         ],
         *[({**STRICT, "way": way}, "way") for way in ("direct", "mapped")],  # strict leaves nothing to be read directly
-        ({"peer": "127.0.0.1:0"}, "peer"),  # nobody can dial it
+        ({"peer": "127.0.0.1:0"}, "peer"),  # a port of 0 cannot be dialled
         ({"max_leases": 10**9}, "max_leases"),  # each takes a word of registered memory, from the engine's start on
     ],
 )
