@@ -117,6 +117,13 @@ async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(
         assert [int(runs.replace(",", "")) for _, runs in ranks] == [share.descriptors for share in record.ranks]
         assert [name for name, _ in ranks].index("slow") == record.slowest_rank
         assert record.transfer_id in (await page.texts("#detail .pairs"))[0]
+        assert await page.texts("#detail .why") == ([f"It {record.why_slow}."] if record.why_slow else [])
+        worst = max(
+            (times.worst_ms, name)
+            for peer in await pair.routers[0].peers() if peer.engine_id == "prefill"
+            for name, times in peer.phases.items()
+        )[1]  # fmt: skip
+        assert any(f"slowest of 5 min: {worst} " in each for each in await page.texts("#peers .worst"))
         await page.ask("Input.dispatchKeyEvent", type="keyDown", key="Escape")
         await page.until("document.getElementById('detail').hidden")
     async with watching(chrome, pair.decode.daemons[0], f"#transfer={'0' * 32}") as page:

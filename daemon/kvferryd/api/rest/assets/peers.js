@@ -12,12 +12,19 @@ const ago = (seconds) => {
 };
 const line = (name, ...value) => make("p", { class: name }, ...value);
 
+// The phase that took the longest in the last five minutes.
+function worst(phases) {
+  const [name, ms] = Object.entries(phases).map(([name, times]) => [name, times.worst_ms]).toSorted((a, b) => b[1] - a[1])[0] ?? ["", 0];
+  return ms ? line("worst", make("small", {}, `slowest of 5 min: ${name} ${span(ms)}`)) : null;
+}
+
 function cell(peer) {
   const { last_error: error } = peer;
   return make("div", { class: `rank ${peer.state}` },
     line("which", make("i", { class: `dot ${TONE[peer.state] ?? ""}` }), make("b", {}, `rank ${peer.rank}`), make("small", {}, peer.state)),
     line("speed", make("b", {}, rate(peer.bytes_per_s ?? 0)), make("small", {}, peer.path || "no path taken yet")),
     line("", make("small", {}, [peer.transfers ? plural(peer.transfers, "transfer") : "", peer.p50_ms ? `half within ${span(peer.p50_ms)}` : "", peer.bytes_read ? size(peer.bytes_read) : ""].filter(Boolean).join(", "))),
+    worst(peer.phases ?? {}),
     line("where", peer.address), line("", peer.last_contact_at ? make("small", { class: "ago", since: peer.last_contact_at }, ago(peer.last_contact_at)) : make("small", {}, "has not answered yet")),
     error ? line("why", make("b", {}, error.code), ` ${error.message}`, make("small", {}, ` ${clock(peer.last_error_at * 1000)}${peer.failures ? `, ${plural(peer.failures, "failure")} since` : ""}`)) : null);
 }
