@@ -18,6 +18,8 @@ from kvferry.protocol.keeper import AGAIN_S, BEYOND_DRAIN_S, KILLED_S, LOADS_S, 
 DRAIN_S, NEVER = 30.0, float("inf")
 CALM_S = 40 * LOADS_S
 """Within which all is as it should be, once blows have stopped: what hangs is killed, after twice as long each time."""
+LIVES = 32
+"""Of keepers, one after the other."""
 TURNS = 6
 """As many within half a second are too many, when daemons die at once and upgrades come between."""
 BLOWS = ("upgrade", "upgrade", "kill", "kill", "time", "time", "time", "time", "time", "stop",
@@ -53,19 +55,27 @@ class World:
     def __init__(self, seed: int, *, told: Callable[[str], None] | None = None) -> None:
         self.seed, self.rng, self.now, self.steps = seed, random.Random(seed), 0.0, 0
         self._told = told
+        self.ends: Counter[str] = Counter()
+        self._anew()
+
+    def _anew(self) -> None:
+        """On another host, with another keeper."""
         self.keeper = Keeper()
         self.processes: dict[int, Process] = {}
         self.gone: deque[e.KeeperEvent] = deque()
         """Words and deaths of processes that have ended."""
         self.calm = self.crashing = False
         """New daemons are well; or die when they have their turn."""
+        self.hangs = self.rng.choice((0.06, 0.06, 0.4))
+        """Share of what daemons do that never ends; some hosts are bad."""
+        self.impatient = self.rng.choice((0.0, 0.0, 0.3, 0.5))
+        """How often somebody wishes for something while nothing serves."""
         self.wishes: list[int] = []
         """Each the number of the last daemon that had been started when it came."""
         self.stops: list[float] = []
         self.ready = 0
         self.status: int | None = None
         self.turns: deque[float] = deque(maxlen=TURNS)
-        self.ends: Counter[str] = Counter()
 
     def tell(self, line: str) -> None:
         if self._told is not None:
@@ -115,7 +125,7 @@ class World:
         rng = self.rng
         if number in self.processes:
             raise Violation("a daemon is started twice")
-        if not self.calm and rng.random() < (0.08 if number > 1 else 0.01):
+        if not self.calm and rng.random() < (0.15 if number > 1 else 0.01):
             events.append(e.NotStarted(number, "no process"))
             return
         until, dies = (0.01, False) if self.crashing else self._drawn((1.0, 5.0, 60.0), 0.12)
@@ -127,7 +137,7 @@ class World:
         """How long something takes, and whether it ends with a death."""
         if self.calm or self.crashing:
             return (0.01, True) if self.crashing else (1.0, False)
-        if self.rng.random() < 0.06:
+        if self.rng.random() < self.hangs:
             return NEVER, False
         return self.rng.choice(takes), self.rng.random() < dies
 
@@ -153,8 +163,9 @@ class World:
         if number == e.KILL:
             if not self._may_be_killed(process):
                 raise Violation("a daemon that does what it should is killed", f"{process}")
-            if not self.calm and self.rng.random() < 0.1:
-                process.does, process.until, process.dies = Does.LINGER, self.now + self.rng.choice((3.0, NEVER)), True
+            if not self.calm and self.rng.random() < 0.8:
+                lasts_s = self.rng.choice((3.0, KILLED_S + 3.0, NEVER))
+                process.does, process.until, process.dies = Does.LINGER, self.now + lasts_s, True
             else:
                 self._dies(process, -number)
         elif process.does in (Does.LOAD, Does.WAIT, Does.TAKE):
@@ -175,7 +186,8 @@ class World:
         """It is late, or another one is there in its place."""
         age_s = self.now - process.since + 1e-6
         newer = any(each.number > process.number for each in self.processes.values())
-        match process.does:
+        unheard = any(isinstance(said, e.Loaded) for said in process.said)
+        match Does.LOAD if unheard else process.does:
             case Does.DRAIN:
                 return age_s >= (AGAIN_S if len(self.stops) > 1 else DRAIN_S + BEYOND_DRAIN_S)
             case Does.TAKE:
@@ -245,24 +257,38 @@ class World:
                 self.act(next(each for each in self.processes.values() if each.until <= self.now))
             else:
                 self.feed(e.Tick())
+            self._lose_patience()
         self.now = until
 
+    def _lose_patience(self) -> None:
+        """Nothing serves: whoever sees it may wish for something, and wish again."""
+        current = self.processes.get(self.keeper.current)
+        waits = not self.calm and (current is None or current.does is not Does.SERVE)
+        while waits and self.status is None and self.rng.random() < self.impatient:
+            self.wish("stop" if self.rng.random() < 0.4 else "upgrade")
+
     # ---- a run ----
+
+    def wish(self, what: str) -> None:
+        if what == "stop":
+            self.tell("SIGTERM")
+            self.stops.append(self.now)
+            self.wishes.clear()  # the stop is the answer
+            self.feed(e.Stop(e.TERM))
+        else:
+            self.tell("SIGHUP")
+            if not self.stops:
+                self.wishes.append(self.keeper.started)
+            self.feed(e.Upgrade())
 
     def blow(self) -> None:
         rng = self.rng
         match rng.choice(BLOWS):
             case "upgrade":
-                self.tell("SIGHUP")
-                if not self.stops:
-                    self.wishes.append(self.keeper.started)
-                self.feed(e.Upgrade())
+                self.wish("upgrade")
             case "stop":
                 if rng.random() < 0.3:
-                    self.tell("SIGTERM")
-                    self.stops.append(self.now)
-                    self.wishes.clear()  # the stop is the answer
-                    self.feed(e.Stop(e.TERM))
+                    self.wish("stop")
             case "crashes":
                 self.tell("daemons crash")
                 self.crashing = True
@@ -275,9 +301,15 @@ class World:
                     self.tell(f"daemon {process.number} dies, which {process.does.value}")
                     self._dies(process, -11)
             case _:
-                self.pass_time(rng.choice((0.0, 0.2, 3.0, 6.0, 30.0)))
+                self.pass_time(rng.choice((0.0, 0.2, 3.0, 6.0, 30.0, 60.0)))
 
     def run(self) -> None:
+        for life in range(LIVES):
+            if life:
+                self._anew()
+            self._live()
+
+    def _live(self) -> None:
         self.feed(e.Begin())
         if self.rng.random() < 0.8:
             self.pass_time(20.0)
@@ -300,6 +332,7 @@ class World:
             self.pass_time(CALM_S)
         if self.status is not None:
             self.ends["told to stop" if self.stops else "never served"] += 1
+            self._outlive()
             return
         if self.stops:
             raise Violation("a stop is not fulfilled")
@@ -307,6 +340,15 @@ class World:
         self.ends["done"] += 1
         self._upgrade_once_more()
         self._die_once_more()
+
+    def _outlive(self) -> None:
+        """What daemons and people say after the end comes to nothing."""
+        for process in list(self.processes.values()):
+            self._dies(process, -e.KILL)
+        while self.hear():
+            pass
+        for event in (e.Upgrade(), e.Stop(e.TERM), e.Tick()):
+            self.feed(event)
 
     def _check_rest(self) -> None:
         serving = [each for each in self.processes.values() if each.does is Does.SERVE]

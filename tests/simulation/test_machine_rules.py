@@ -365,6 +365,17 @@ def test_a_daemon_that_has_loaded_takes_over_before_one_that_loads() -> None:
     assert ke.Turn(2, "killed") in keeper.on(ke.Died(1, 9, "killed"), 30.0)
 
 
+def test_nothing_is_done_after_a_keepers_end_though_two_daemons_are_late_at_once() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 0.0), ke.Serves(1), ke.Upgrade(), ke.Loaded(3, 0.0)):
+        keeper.on(event, 0.0)
+    for _ in range(2):
+        keeper.on(ke.Tick(), 10.0)
+    keeper.on(ke.Stop(15), 10.0)
+    ended = keeper.on(ke.Tick(), 20.0)
+    assert [type(each) for each in ended] == [ke.Report, ke.End]
+
+
 def test_hands_are_shaken_before_the_reservation_only() -> None:
     requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
     assert re.Meet in map(type, requests.on(re.Ordered(at, "r", Order())))

@@ -293,22 +293,22 @@ class Keeper:
         return not any(each.alive and each.number >= self.wishes.upgrade for each in self._others())
 
     def _late(self, now: float) -> list[e.KeeperEffect]:
-        effects: list[e.KeeperEffect] = []
-        for daemon in [each for each in self.daemons.values() if each.due is not None and each.due <= now]:
-            match daemon.state:
-                case State.KILLED:
-                    what = f"a daemon has not ended {KILLED_S:g} s after it was killed: it is given up"
-                    effects += [e.Report(what), *self._died(daemon.number, -e.KILL, "it was killed", now)]
-                    continue
-                case State.LOADING:
-                    what = f"a daemon has not loaded within {now - daemon.started:.0f} s"
-                    self.slow *= 2
-                case State.STOPPING:
-                    what = "a daemon that was told to stop has not"
-                case _:
-                    what = f"a daemon has not taken over within {LOADS_S:g} s"
-            effects += [e.Report(f"{what}: it is killed"), *self._kill(daemon, now)]
-        return effects
+        """One daemon that is late. The timer rings again for the next one, as this one may have been the last."""
+        daemon = next((each for each in self.daemons.values() if each.due is not None and each.due <= now), None)
+        if daemon is None:
+            return []
+        match daemon.state:
+            case State.KILLED:
+                what = f"a daemon has not ended {KILLED_S:g} s after it was killed: it is given up"
+                return [e.Report(what), *self._died(daemon.number, -e.KILL, "it was killed", now)]
+            case State.LOADING:
+                what = f"a daemon has not loaded within {now - daemon.started:.0f} s"
+                self.slow *= 2
+            case State.STOPPING:
+                what = "a daemon that was told to stop has not"
+            case _:
+                what = f"a daemon has not taken over within {LOADS_S:g} s"
+        return [e.Report(f"{what}: it is killed"), *self._kill(daemon, now)]
 
     def next_timer(self) -> float | None:
         times = [each.due for each in self.daemons.values() if each.due is not None]
