@@ -87,8 +87,8 @@ test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines, behind SGLang's ro
 stepwise: $(READY) ## HOURS=8 of runs of daemons that are drawn from seeds, on all cores; what is new goes to found.jsonl
 	@$(BIN)/python tests/unit/seeded.py --hours $${HOURS:-1}
 
-simulate: $(READY) ## the protocol without I/O: HOURS=8 draws runs on all cores, SEED=n plays one and prints its transcript
-	@$(BIN)/python tests/simulation/simulate.py $(if $(WORLD),--world $(WORLD)) $(if $(SEED),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS))
+simulate: $(READY) ## the protocol without I/O: HOURS=8 draws runs on all cores, RUNS=8125 so many of each world, SEED=n plays one and prints its transcript
+	@$(BIN)/python tests/simulation/simulate.py $(if $(WORLD),--world $(WORLD)) $(if $(SEED),--seed $(SEED)) $(if $(HOURS),--hours $(HOURS)) $(if $(RUNS),--runs $(RUNS))
 
 mutants: $(READY) ## COUNT=300 small changes of the protocol, which the simulator has to find; half an hour of a core. SEED draws others, ONLY=leases those of one module
 	@$(BIN)/python tests/simulation/mutants.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(ONLY),--only $(ONLY))

@@ -432,8 +432,10 @@ class World:
                 self.act()
             for _ in range(rng.choice((0, 1, 3, 8))):
                 self.step()
-            if (drawn := rng.random()) < 0.04:
+            if (drawn := rng.random()) < 0.1:
                 self.lose()
+                if self.registering and rng.random() < 0.3:
+                    self.settle()
             elif drawn < 0.2:
                 self.settle()
             elif drawn < 0.3:

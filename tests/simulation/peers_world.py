@@ -28,7 +28,8 @@ from kvferry.protocol.peers_wanted import AGAIN_S, AT_ONCE
 
 OWN, STEP_S, WITHIN_S, ORDER_S, LOOK_S = "own", 5.0, 40.0, 30.0, 2.0
 BLOWS = ("start anew", "start anew", "move", "die", "silence", "silence", "hang", "stranger", "stranger leaves", "lost",
-         "memory gone", "forget", "give up", "time", "time", "long time", "renew")  # fmt: skip
+         "lost", "memory gone", "memory gone", "forget", "forget", "forget", "give up", "time", "time", "long time",
+         "renew")  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -461,8 +462,10 @@ class World:
                 number = len(source.addresses) + source.epoch
                 source.epoch, source.alive = source.epoch + 1, True
                 source.addresses = tuple(f"{source.engine_id}{number + each}" for each in range(len(source.addresses)))
+                self._is_over(source)
             case "die":
                 source.alive = False
+                self._is_over(source)
             case "silence":
                 address = rng.choice(source.addresses)
                 (self.silent.discard if address in self.silent else self.silent.add)(address)
@@ -475,12 +478,14 @@ class World:
             case "stranger leaves" if self.strangers:
                 rng.choice(self.strangers).alive = False
             case "lost" if known:
-                self._lose(rng.choice(known).number)
+                number = rng.choice(known).number
+                for _ in range(rng.choice((1, 2))):  # each of its streams may end
+                    self._lose(number)
+                self._tidy(number)
             case "memory gone" if known:
                 self._forget(rng.choice(known).number)
             case "forget":
-                self.owners.pop(source.engine_id, None)
-                self.feed(e.Unbind(source.engine_id))
+                self._unbind(source.engine_id)
                 if (peer := self.peers.known(source.engine_id)) is not None:
                     self._forget(peer.number)
             case "give up":
@@ -493,6 +498,33 @@ class World:
                 self.pass_time(machine.IDLE_S + 1.0)
             case "renew":
                 self.renew()
+
+    def _unbind(self, engine_id: str) -> None:
+        self.owners.pop(engine_id, None)
+        self.feed(e.Unbind(engine_id))
+
+    def _tidy(self, number: int) -> None:
+        """Whoever sees a peer that is lost renews it, or forgets it."""
+        peer = self.peers.get(number)
+        match self.rng.randrange(4):
+            case _ if peer is None:
+                pass
+            case 0:
+                self.renew()
+            case 1:
+                self._forget(number)
+            case 2:
+                self._unbind(peer.engine_id)
+            case _:
+                pass
+
+    def _is_over(self, source: Source) -> None:
+        """A daemon says that it has the engine no more, before its peers notice."""
+        owner = self.owners.get(source.engine_id)
+        living = [each.home for each in (*self.sources, *self.strangers) if each.alive]
+        if owner is not None and owner.home not in living and self.rng.random() < 0.3:
+            owner.passed = True
+            self.feed(e.Over(source.engine_id, owner.home))
 
     def pass_time(self, seconds: float) -> None:
         until, looks = self.now + seconds, 0

@@ -131,7 +131,7 @@ class World(source_world.World):
             # An engine that names a lease by epoch and number names the same on every rank.
             epoch = EPOCH if alike and rng.random() < (0.7 if named else 0.3) else ""
             wanted = t.Wanted(
-                name, reader.who.rank, epoch, named, Computed(weights=self.weights), tokens, rng.random() < 0.3
+                name, reader.who.rank, epoch, named, Computed(weights=self.weights), tokens, rng.random() < 0.6
             )
             every = tuple(at.index for at in self.sources)
             read = every if rng.random() < 0.8 else (rng.choice(every),)
@@ -204,7 +204,7 @@ class World(source_world.World):
             why = PeerFailed("stale_instance", "hands were shaken with the daemon before this one")
             self.told(part, t.Told(rank, r.Over(opening, why)))
             return
-        if not self.calm and self.rng.random() < 0.02:
+        if not self.calm and self.rng.random() < 0.05:
             self.told(part, t.Told(rank, r.Over(opening, Conflict("stale_epoch", "the engine was started anew"))))
             return
         part.numbers[rank] = number = next(link.readings)
@@ -278,6 +278,9 @@ class World(source_world.World):
         rng = self.rng
         self._lead(part)
         do = part.machine.do
+        if not self.calm and rng.random() < self._lasts(part):
+            self._meanwhile(part)
+            return
         if part.due and rng.random() < 0.2:
             rank = part.due.pop()
             self.told(part, t.Told(rank, r.Due()))
@@ -296,7 +299,7 @@ class World(source_world.World):
             case t.Drain():
                 part.proofs = {rank: {True} for rank in part.whole}
                 self.told(part, t.Drained())
-            case t.Compare() if not self.calm and rng.random() < 0.1:
+            case t.Compare() if not self.calm and rng.random() < 0.3:
                 self.told(part, t.Failed(Conflict("sums_differ", "by chance")))
             case t.Compare():
                 part.compared = True
@@ -305,6 +308,34 @@ class World(source_world.World):
                 self._prove(part, do)
             case _:
                 pass
+
+    @staticmethod
+    def _lasts(part: RankPart) -> float:
+        """Words come in what takes longer, or waits."""
+        match part.machine.do:
+            case t.Meet():
+                return 0.9 if part.machine.readings else 0.3
+            case t.Compare() | t.Drain():
+                return 0.8
+            case t.Prove():
+                return 0.4
+            case t.Listen() if part.machine.wanted is not None:
+                return 0.1
+            case _:
+                return 0.0
+
+    def _meanwhile(self, part: RankPart) -> None:
+        if self.rng.random() < 0.06:
+            self.stop(part, Conflict("aborted", "meanwhile"))
+        elif part.machine.readings and self.rng.random() < 0.5:
+            self.told(part, self._stale(part))
+        else:
+            self._lead(part)
+
+    def _stale(self, part: RankPart) -> t.Told:
+        """A source rank's stream says once more that a reading is over, or says so of the one before it."""
+        rank, reading = self.rng.choice(list(part.machine.readings.items()))
+        return t.Told(rank, r.Over(reading.opening - (reading.problem is None), _lost()))
 
     def _lead(self, part: RankPart) -> None:
         """Rank 0 hands its order on, and says which lease it has read. What it has not read it says at the end, too."""
@@ -534,7 +565,8 @@ class World(source_world.World):
         """Reads that were under way are over. An end has come before whatever was told meanwhile."""
         part = self.unquiet.pop(self.rng.randrange(len(self.unquiet)))
         late: list[t.TransferEvent] = [t.Stop(Conflict("aborted", "late"), aborted=True), t.Led((EPOCH, 1))]
-        if self.rng.random() < 0.5:
+        late += [self._stale(part)] if part.machine.readings else []
+        if self.rng.random() < 0.8:
             self.told(part, self.rng.choice(late))
         self.told(part, t.Quiet())
 

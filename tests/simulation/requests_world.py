@@ -27,9 +27,23 @@ from kvferry.protocol.leader import AGAIN_S, Leader
 from kvferry.protocol.requests import Requests
 
 BLOCKS, MOST, HISTORY, DEADLINE_S = 16, 4, 2, 30.0
+ENGINES = 4
+"""One after the other: few attempts have few numbers, and meet."""
 NAMES, BY_TABLES = ("r", "s", "t"), "t"
 """The last one's orders bring their tables, as a rule."""
-BLOWS = ("drain", "restart", "abort", "abort part", "time", "time", "weights", "late", "elsewhere")
+BLOWS = (
+    "drain",
+    "restart",
+    "abort",
+    "abort part",
+    "abort part",
+    "unfit",
+    "time",
+    "time",
+    "weights",
+    "late",
+    "elsewhere",
+)
 DEAD = {"blocks_not_quiet", "full", "draining", "aborted"}
 """Refusals that are the end of an attempt that has not begun."""
 
@@ -129,6 +143,11 @@ class World:
         """told: each line of the transcript."""
         self.seed, self.rng, self.now, self.steps = seed, random.Random(seed), 0.0, 0
         self._told, self._lives = told, itertools.count(1)
+        self.ends: Counter[str] = Counter()
+        self._anew()
+
+    def _anew(self) -> None:
+        """Another engine."""
         self.of = self.rng.choice((1, 2, 2, 3, 4))
         self.weights, self.calm = "", False
         """calm: no transfer fails by chance."""
@@ -138,8 +157,6 @@ class World:
         """The engine's last attempt at each request."""
         self.tells: list[tuple[int, e.EndedElsewhere]] = []
         """Ends that ranks hear of by other ways."""
-        self.ends: Counter[str] = Counter()
-        self.ids = itertools.count(1)
 
     def lives(self) -> set[int]:
         return {at.life for at in self.daemons}
@@ -324,8 +341,14 @@ class World:
         job.over = self._is_over(job)
         self.feed(at, e.Ended(job.part, problem, job.over))
         self._look_over(at, job)
+        self._cross(at, job)
         if self.rng.random() < 0.7:
             self.be_quiet(at, job)
+
+    def _cross(self, at: Daemon, job: Job) -> None:
+        """A router's DELETE crosses the end."""
+        if not self.calm and self.rng.random() < 0.2:
+            self.feed(at, e.AbortPart(job.part, "by DELETE"))
 
     def be_quiet(self, at: Daemon, job: Job) -> None:
         job.quiet = True
@@ -513,6 +536,7 @@ class World:
             if job.ended:
                 self.be_quiet(at, job)
             elif job.stop is not None:
+                self._cross(at, job)
                 self.end(at, job, job.stop)
             elif job.reserved and job.order is not None and (job.handed or at.rank or job.shares or self.of == 1):
                 self.end(
@@ -539,8 +563,12 @@ class World:
                 self.restart(at.rank)
             case "abort":
                 self.feed(at, e.Abort(at.at, rng.choice(NAMES), "by the router"))
-            case "abort part" if at.jobs:
-                self.feed(at, e.AbortPart(rng.choice(list(at.jobs)), "by DELETE"))
+            case "abort part":  # its routers tidy up
+                for part in list(at.jobs):
+                    if rng.random() < 0.5:
+                        self.feed(at, e.AbortPart(part, "by DELETE"))
+            case "unfit" if self.numbers["r"]:
+                self.refuse(at, "r", max(1, self.numbers["r"] - rng.randint(0, 1)))
             case "time":
                 self.pass_time(rng.choice((1.0, 10.0, 31.0)))
             case "weights" if rng.random() < 0.3:
@@ -596,6 +624,12 @@ class World:
         raise Violation("it never comes to rest")
 
     def run(self) -> None:
+        for engine in range(ENGINES):
+            if engine:
+                self._anew()
+            self._live()
+
+    def _live(self) -> None:
         rng = self.rng
         for _ in range(rng.randint(10, 30)):
             for act in rng.sample([self.advance, self.advance, self.route], 2):

@@ -18,7 +18,8 @@ from kvferry.protocol.session_events import Step
 from kvferry.protocol.sessions import DETACH_S, ROOM_S, Sessions
 
 NEVER = float("inf")
-BLOWS = ("attach", "attach", "attach", "register", "register", "end", "end", "publish", "time", "time", "stop")
+BLOWS = ("attach", "attach", "attach", "register", "register", "end", "end", "publish", "publish", "time", "time",
+         "stop", "late word", "late word", "late word")  # fmt: skip
 CALM_S = 8 * STEP_S
 """All steps of a session's end may be late, one after the other."""
 
@@ -93,6 +94,8 @@ class World:
         self.all: list[Region] = []
         self.calm = self.closing = False
         self.ends: Counter[str] = Counter()
+        self.past: deque[str] = deque(maxlen=4)
+        """Sessions that are over."""
 
     def tell(self, line: str) -> None:
         if self._told is not None:
@@ -151,6 +154,7 @@ class World:
                 self._ended(self.held[id], stuck)
             case e.Over(id):
                 held = self.held.pop(id)
+                self.past.append(id)
                 if held.regions or held.used or held.stray:
                     raise Violation("something is left of a session that is over", id)
 
@@ -207,7 +211,7 @@ class World:
         else:
             self._fails(held, step)
             if self.rng.random() < 0.5:
-                self._later(2 * STEP_S, e.StepOver(held.id, step, True), keep)
+                self._later(STEP_S + self.rng.choice((1.0, 20.0, 20.0, STEP_S)), e.StepOver(held.id, step, True), keep)
 
     def _fails(self, held: Held, step: Step) -> None:
         """Or hangs. Memory that cannot be freed is held elsewhere, and accounted for."""
@@ -326,8 +330,10 @@ class World:
         return e.RegistrationOver(held.id, done, stopped)
 
     def end(self, engine: Engine) -> None:
-        """The stream, the process, or the session ends, in every order."""
-        held = self._mine(engine)
+        """The stream, the process, or the session ends, in every order; of the start before, if that stands."""
+        standing = (each for each in self.held.values() if each.engine.name == engine.name and not each.detached)
+        held = next((each for each in standing if each.engine is not engine), None)
+        held, engine = (self._mine(engine), engine) if held is None else (held, held.engine)
         how = self.rng.choice(("stream", "death", "death", "leave", "withdraw", "give up"))
         self.tell(f"{engine.name}: {how}")
         if how == "give up" and engine.attaching:
@@ -336,9 +342,11 @@ class World:
             if id in self.held:
                 self.held[id].wanted = True
             self.feed(e.GiveUp(id))
-        elif held is None:
             return
-        elif how == "stream":
+        if held is None:
+            return
+        held.wanted |= any(other.name == engine.name for other, _ in self.attaching.values())  # a start takes its place
+        if how == "stream":
             held.stream = False
             self.feed(e.StreamEnded(held.id))
         elif how == "death":
@@ -358,6 +366,25 @@ class World:
         elif how == "withdraw":
             held.wanted = True
             self.feed(e.Withdraw(held.id))
+
+    def _say_late(self) -> None:
+        """A word of a session that is not open any more: of its stream, its process, or its last reader."""
+        if self.past and self.rng.random() < 0.3:
+            self.feed(self.rng.choice((e.StreamEnded, e.Died))(self.rng.choice(self.past)))
+        for held in [each for each in self.held.values() if each.detached]:
+            what = self.rng.choice((e.StreamEnded, e.Died, e.LeasesOver, e.RegistrationOver))
+            if what is e.RegistrationOver:
+                if held.registering:
+                    self.feed(self._over(held, done=False))
+            elif what is not e.Died or self._may_die(held.engine):
+                held.stream = held.stream and what is e.LeasesOver
+                held.whole = held.whole if what is not e.LeasesOver else 0
+                held.engine.alive = held.engine.alive and what is not e.Died
+                self.feed(what(held.id))
+
+    def _may_die(self, engine: Engine) -> bool:
+        """No other session is its own."""
+        return not engine.attaching and all(each.detached for each in self.held.values() if each.engine is engine)
 
     # ---- a run ----
 
@@ -384,11 +411,13 @@ class World:
                         self.feed(e.LeasesOver(each.id))
                     if each.registering and rng.random() < 0.5:
                         self.feed(self._over(each, done=rng.random() < 0.7))
+            case "late word":
+                self._say_late()
             case _:
-                self.pass_time(rng.choice((0.0, DETACH_S, 1.0, DYING_S, KEPT_S, STEP_S)))
+                self.pass_time(rng.choice((0.0, DETACH_S, 1.0, 1.0, DYING_S, DYING_S, KEPT_S, STEP_S)))
 
     def run(self) -> None:
-        for _ in range(self.rng.randint(10, 80)):
+        for _ in range(self.rng.randint(300, 900)):
             self.blow()
         self.tell("blows stop")
         self.calm = True

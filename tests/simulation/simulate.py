@@ -1,6 +1,6 @@
 """Runs of the protocol's machines, drawn from seeds: `make simulate SEED=n` plays one again and prints its transcript,
-`make simulate HOURS=n` draws fresh ones on all cores and writes what they find. WORLD chooses the
-machines, by a name of WORLDS."""
+`make simulate HOURS=n` draws fresh ones on all cores and writes what they find, RUNS=n so many of each world. WORLD
+chooses the machines, by a name of WORLDS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import requests_world
 import roster_world
 import session_world
 import source_world
-from table import Pair, printed, watched
+from table import Pair, printed, rarest, watched
 from violation import Violation
 
 SEEDS = 1 << 48
@@ -79,10 +79,11 @@ def played(seed: int, found: Found) -> str:
     return kind
 
 
-def for_seconds(world: str, first: int, seconds: float) -> Found:
+def for_seconds(world: str, first: int, seconds: float, runs: float = float("inf")) -> Found:
+    """runs: the most."""
     rng, found, until = random.Random(first), Found(world), time.monotonic() + seconds
     with watched(found.pairs):
-        while time.monotonic() < until:
+        while time.monotonic() < until and found.runs < runs:
             played(rng.randrange(SEEDS), found)
     return found
 
@@ -92,6 +93,7 @@ def main() -> int:
     parser.add_argument("--world", choices=WORLDS, help="all in turn, unless it is given; with --seed the source's")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--hours", type=float, default=1 / 360)
+    parser.add_argument("--runs", type=int, help="of each world, in place of hours")
     asked = parser.parse_args()
     if asked.seed is not None:
         world = WORLDS[asked.world or "source"](asked.seed, told=print)
@@ -99,16 +101,19 @@ def main() -> int:
         print(f"{world.steps} steps: all holds")
         return 0
     names, cores = [asked.world] if asked.world else list(WORLDS), os.cpu_count() or 1
-    failed = 0
+    seconds = 3600 * asked.hours / len(names) if asked.runs is None else float("inf")
+    runs = float("inf") if asked.runs is None else -(-asked.runs // cores)
+    failed, pairs = 0, Counter[Pair]()
     with multiprocessing.Pool(cores) as pool:
         for name in names:
             firsts = [random.SystemRandom().randrange(SEEDS) for _ in range(cores)]
             print(f"{name}, from seeds {firsts}", flush=True)
             found = Found(name)
-            for each in pool.starmap(for_seconds, [(name, each, 3600 * asked.hours / len(names)) for each in firsts]):
+            for each in pool.starmap(for_seconds, [(name, each, seconds, runs) for each in firsts]):
                 found += each
             print(found)
-            failed |= bool(found.kinds)
+            failed, pairs = failed | bool(found.kinds), pairs + found.pairs
+    print(rarest(pairs))
     return failed
 
 

@@ -34,8 +34,8 @@ from kvferry.tables import BlockTable
 BLOCKS, LIMIT, JUNK = 10, 4, -1
 TTL_S, DEADLINE_S = 20.0, 30.0
 NAMES = ("r", "s")
-BLOWS = ("break", "break", "revoke", "give up", "time", "time", "crash", "reader dies", "fence fails", "leave",
-         "weights", "copies hang", "a copy fails", "slots are taken")  # fmt: skip
+BLOWS = ("break", "break", "revoke", "give up", "give up", "refuse", "time", "time", "time", "crash", "reader dies",
+         "fence fails", "leave", "weights", "copies hang", "a copy fails", "slots are taken")  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -319,7 +319,23 @@ class World:
             if error.code not in ("full", "lease_ended"):
                 raise Violation(f"a publish is refused: {error.code}", str(error)) from error
             prefill.ranks.pop(at.index, None)
+        if not self.at_rest and (more or fence is not None) and self.rng.random() < 0.06:
+            self._regret(prefill, at)
         return True
+
+    def _revoke(self, at: SourceRank, name: str) -> None:
+        self.feed(at, e.Revoke(name, "preempted"))
+        for prefill in self.prefills:
+            if prefill.name == name:
+                prefill.ranks.pop(at.index, None)
+
+    def _regret(self, prefill: Prefill, at: SourceRank) -> None:
+        """Its engine is preempted, or a router aborts it, before all is published."""
+        if self.rng.random() < 0.5:
+            self._revoke(at, prefill.name)
+        else:
+            ranks = self.rng.choice(list(self.engines.values()))
+            self.feed(at, e.GiveUp(prefill.name, "aborted", self.rng.choice(ranks).who))
 
     def refuse(self, prefill: Prefill, at: SourceRank) -> None:
         """A publish that cannot be taken as it is: what was published before it stays."""
@@ -594,14 +610,18 @@ class World:
                 self._break(rng.choice(links))
             case "revoke":
                 for each in self.sources if rng.random() < 0.5 else [at]:  # its ranks do so each in its own time
-                    self.feed(each, e.Revoke(name, "preempted"))
-                    for prefill in self.prefills:
-                        if prefill.name == name:
-                            prefill.ranks.pop(each.index, None)
+                    self._revoke(each, name)
+                self._come_late(name)
             case "give up":
                 self.feed(at, e.GiveUp(name, "aborted", rng.choice(self.engines[engine]).who))
+            case "refuse" if going := [each for each in self.prefills if each.published[at.index] < len(each.parts)]:
+                if at.index in (prefill := rng.choice(going)).ranks:
+                    prefill.published[at.index] += 1
+                    self.refuse(prefill, at)
             case "time":
-                self.pass_time(rng.choice((1.0, 1.0, 7.0, 25.0, 35.0)))
+                self.pass_time(rng.choice((1.0, 7.0, 7.0, 25.0, 35.0)))
+                if rng.random() < 0.3:
+                    self._come_late(name)
             case "crash" if rng.random() < 0.3:
                 self._crash(at)
             case "reader dies" if rng.random() < 0.3:
@@ -623,6 +643,11 @@ class World:
                     self.feed(each, e.ReplaceWeights(self.weights, "replaced"))
             case _:
                 pass
+
+    def _come_late(self, name: str) -> None:
+        """Engines read by an announcement of what is not there any more."""
+        for engine in self.engines:
+            self.receive(engine, name, lease=0).staged = True
 
     def _break(self, link: Link) -> None:
         link.broken = True
@@ -726,7 +751,7 @@ class World:
         if at.fences and self.rng.random() < 0.4:
             self.reach(at)
             return True
-        if at.arena.arisen and self.rng.random() < 0.6:
+        if at.arena.arisen and self.rng.random() < at.arena.prompt:
             self.feed(at, at.arena.arisen.pop(0))
             return True
         if self.rng.random() < 0.6 and at.arena.copy(at.memory, self.now):
@@ -800,6 +825,21 @@ class World:
             if at.fences:
                 raise Violation("a fence is waited for")
             at.arena.check_empty()
+        self._say_late()
+
+    def _say_late(self) -> None:
+        """Words of leases that are over."""
+        for at in self.sources:
+            for name in NAMES:
+                who, number = (
+                    self.rng.choice(self.engines[self.rng.choice(list(self.engines))]).who,
+                    at.source.leases.newest(name),
+                )
+                words = [e.Revoke(name, "late"), e.GiveUp(name, "late", who)]
+                if number:
+                    words.append(e.Refuse(name, number, Conflict("mixed_weights", "late")))
+                for word in words:
+                    self.feed(at, word)
 
     def _check_told(self, *, at_rest: bool = False) -> None:
         """Every reader has been told the latest, since nothing is on its way. at_rest: readers have gone on by it."""

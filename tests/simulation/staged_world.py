@@ -85,8 +85,13 @@ class Arena:
     arisen: list[p.PackingEvent] = field(default_factory=list)
     at_once: list[p.PackingEvent] = field(default_factory=list)
     """Told before anything else happens."""
-    failing: float = 0.02
-    """Of the copies."""
+    failing: float = 0.0
+    """Share of the copies."""
+    prompt: float = 0.6
+    """How soon what has arisen is told."""
+
+    def __post_init__(self) -> None:
+        self.failing, self.prompt = self.rng.choice((0.02, 0.05, 0.2)), self.rng.choice((0.6, 0.6, 0.1))
 
     def do(self, effect: p.PackingEffect, now: float) -> None:
         match effect:
@@ -178,7 +183,7 @@ class Arena:
 
     def come_to_rest(self) -> None:
         """Nothing is wanted any more: copies that hang end, and all slots are back."""
-        self.failing = 0.0
+        self.failing, self.prompt = 0.0, 0.6
         for copying in self.copies.values():
             copying.hangs = False
         if self.taken:

@@ -41,6 +41,7 @@ Pair = tuple[str, str, str]
 """The thing that an event is about, its state, and the event's kind."""
 UNBEGUN = "not begun"
 """In this state a machine waits for one event, and no other comes."""
+OFTEN = 1_000
 TRIES = 3
 """Machines on which a pair is tried that no run brings about."""
 
@@ -285,6 +286,13 @@ def _watched(on: Any, rows: dict[type, Row], pairs: Counter[Pair], tried: Tried 
         return effects
 
     return watch
+
+
+def rarest(pairs: Counter[Pair]) -> str:
+    """How many pairs came about OFTEN, and the others."""
+    rare = sorted((count, pair) for pair, count in pairs.items() if count < OFTEN)
+    lines = [f"{len(pairs) - len(rare)} of {len(pairs)} pairs came about {OFTEN:,} times or more"]
+    return "\n".join(lines + [f"{count:>6}  {', '.join(pair)}" for count, pair in rare])
 
 
 def printed(pairs: Counter[Pair]) -> str:

@@ -18,19 +18,22 @@ from kvferry.protocol import packing_events as pk
 from kvferry.protocol import peers_events as pe
 from kvferry.protocol import reading as rd
 from kvferry.protocol import requests_events as re
+from kvferry.protocol import roster_events as ro
 from kvferry.protocol import session_events as se
 from kvferry.protocol.attempts import Attempt, Limits, ReadingRank
 from kvferry.protocol.book import Book
 from kvferry.protocol.keeper import Keeper
 from kvferry.protocol.kept import Alarms
 from kvferry.protocol.leader import TOLD_AGAIN, Leader
+from kvferry.protocol.leases import ANNOUNCED_TO
 from kvferry.protocol.packing import IDLE_S, Packing
+from kvferry.protocol.peers import IDLE_S as IDLE_PEER_S
 from kvferry.protocol.peers import NAMES, Peers
 from kvferry.protocol.peers_homes import Homes
 from kvferry.protocol.peers_wanted import AT_ONCE, BACK_S, GONE_S, HAD, Wanted
 from kvferry.protocol.reading import Computed, Following
 from kvferry.protocol.requests import Requests
-from kvferry.protocol.roster import Rosters
+from kvferry.protocol.roster import Rank, Rosters
 from kvferry.protocol.session import Memory, Session, State
 from kvferry.protocol.sessions import Sessions
 from kvferry.protocol.states import LeaseState
@@ -504,3 +507,197 @@ def test_one_opening_is_of_one_lease_which_has_a_number() -> None:
             following.on(rd.Update(1, rd.Seen(lease=lease, version=1)), 0.0)
         assert following.problem is not None
         assert following.problem.code == "malformed_update"
+
+
+def test_a_second_stop_ends_a_drain() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 50.0), ke.Serves(1), ke.Loaded(2, 50.0), ke.Stop(15)):
+        keeper.on(event, 1.0)
+    assert keeper.on(ke.Stop(2), 2.0) == [ke.Signal(1, 2)]
+    assert keeper.daemons[1].due == 7.0
+
+
+def test_a_daemon_that_was_told_to_go_says_nothing_by_its_death() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1), ke.Loaded(2, 5.0), ke.Upgrade(), ke.Loaded(3, 5.0)):
+        keeper.on(event, 1.0)
+    assert keeper.on(ke.Died(2, 9, "killed"), 2.0) == []
+
+
+def test_a_caller_that_has_its_answer_may_give_up() -> None:
+    peers = Peers("own", 10.0)
+    met(peers, "h")
+    assert peers.on(pe.GiveUp(1), 0.0) == []
+
+
+def test_a_peer_that_somebody_wants_is_not_idle() -> None:
+    peers = Peers("own", 10.0)
+    met(peers, "h")
+    assert peers.on(pe.Get(2, "p", "h"), IDLE_PEER_S) == [pe.Found(2, 1)]
+    (shake,) = peers.on(pe.Get(3, "q", "elsewhere"), IDLE_PEER_S)
+    assert isinstance(shake, pe.Shake)
+    peers.on(pe.Met(shake.number, pe.Home("1", ("elsewhere",))), IDLE_PEER_S + 1.0)
+    assert peers.known("p") is not None
+
+
+def test_only_an_order_says_whose_an_engine_id_is() -> None:
+    peers = Peers("own", 10.0)
+    for asker, ordered in ((1, False), (2, False), (3, True)):
+        effects = peers.on(pe.Get(asker, "p", "h", ordered=ordered), 0.0)
+        if asker == 1:
+            (shake,) = effects
+            assert isinstance(shake, pe.Shake)
+            peers.on(pe.Met(shake.number, HOME), 0.0)
+        (other,) = peers.on(pe.Get(10 + asker, "p", f"x{asker}"), 0.0)
+        assert isinstance(other, pe.Shake)
+        assert (peers.in_the_way(other.number, pe.Home("1", ("x",))) is None) is not ordered
+        peers.on(pe.Unmet(other.number, SILENT), 0.0)
+
+
+def test_an_engine_of_which_nothing_is_known_is_not_remembered() -> None:
+    homes = Homes()
+    homes.forget("p", HOME)
+    homes.bind("p", HOME, ordered=True)
+    assert list(homes.forgotten()) == []
+
+
+def test_a_publish_of_a_lease_that_is_over_is_refused() -> None:
+    source = ByEvents()
+    for number in (1, 2):
+        source.publish(number=number)
+    with pytest.raises(Conflict) as refused:
+        source.publish(number=1)
+    assert refused.value.code == "lease_ended"
+
+
+def test_only_what_is_published_whole_at_once_is_announced_and_to_few() -> None:
+    for more, readers, told in ((False, ANNOUNCED_TO, True), (True, 1, False), (False, ANNOUNCED_TO + 1, False)):
+        source = ByEvents()
+        listening = [source.reader(ReaderId(f"d{at}", "1", 0, 1), announcing=True) for at in range(readers)]
+        source.publish(more=more)
+        assert [isinstance(each.hears(0), e.Announcement) for each in listening] == [told] * readers
+
+
+def test_a_lease_that_has_ended_says_when() -> None:
+    source = ByEvents()
+    source.publish()
+    assert source.account().ended_at is None
+    source.wait(5.0)
+    source.revoke()
+    assert source.account().ended_at == 5.0
+
+
+def test_a_rank_that_finishes_ends_no_reading_of_its_own() -> None:
+    source = ByEvents()
+    source.publish()
+    source.reader().opens()
+    source.finish()
+    assert source.state() is LeaseState.PUBLISHED
+
+
+def packing_of(source: ByEvents) -> Packing:
+    """Of a lease that one reader packs whole."""
+    source.publish()
+    reader = source.reader()
+    reading = reader.opens()
+    source.on(e.Pack(Reading(reader.stream, reading), 1, 1, True, None))
+    packing = source.source.packing(pk.At(Reading(reader.stream, reading), 1))
+    assert packing is not None
+    packing.on(pk.WasCut(packing.at), 0.0)
+    packing.on(pk.Want(packing.at, (0,)), 0.0)
+    return packing
+
+
+def test_a_lease_whose_chunks_are_packed_may_end() -> None:
+    source = ByEvents()
+    packing = packing_of(source)
+    packing.on(pk.Gathered(packing.at, 0), 0.0)
+    source.revoke()
+    told = source.source.take(packing.at.reading)
+    assert isinstance(told, pk.Packed)
+    assert told.chunks == (0,)
+
+
+def test_nothing_is_packed_after_the_end() -> None:
+    packing = packing_of(ByEvents())
+    packing.on(pk.Gathered(packing.at, 0, SILENT), 0.0)
+    assert packing.on(pk.Want(packing.at, (0,)), 0.0) == []
+    packing.check()
+    assert not any(packing.sizes().values())
+
+
+def test_what_was_never_opened_is_not_closed() -> None:
+    following = Following(0, "r", 1, Computed())
+    assert following.on(rd.Leave(complete=False), 0.0) == []
+    assert len(following.on(rd.Leave(complete=True), 0.0)) == 1
+
+
+def test_why_a_rank_is_missing_is_said_of_its_engine_and_another_epoch() -> None:
+    rosters = Rosters()
+    rosters.join(1, Rank("p", "1", 1, 2), ro.Member("a", "i1"))
+    assert "in epoch 1" in rosters.why_missing("p", "2", 1)
+    assert rosters.why_missing("q", "2", 1) == rosters.why_missing("p", "2", 0) == ""
+    assert "was there" in rosters.why_missing("p", "1", 1)
+
+
+def test_an_order_that_comes_again_is_the_one_that_is_there() -> None:
+    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
+    for new in (True, False):
+        assert requests.on(re.Ordered(at, "r", Order(), order_id="o", said="so"))[-1] == re.Taken(1, new=new)
+
+
+def test_a_drain_hands_back_what_no_reservation_waits_for() -> None:
+    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 1, 1)
+    requests.on(re.Reserved(at, "r", Attempt(1), re.Reservation("so", {"full": np.array([1])})))
+    requests.on(re.Handed(at, "s", Attempt(1), Order()))
+    assert requests.on(re.HandBack(at, SILENT)) == []
+
+
+def test_an_order_that_is_handed_on_needs_room() -> None:
+    requests, at = Requests("one", Limits(transfers=1, history=2)), ReadingRank("decode", "1", 1, 1)
+    refused = requests.on(re.Handed(at, "r", Attempt(1), Order(), None, SILENT))[-1]
+    assert refused == re.Refused(SILENT)
+    requests.on(re.Handed(at, "s", Attempt(1), Order()))
+    full = requests.on(re.Handed(at, "t", Attempt(1), Order()))[-1]
+    assert isinstance(full, re.Refused) and full.why.code == "full"
+
+
+def test_a_group_without_blocks_is_reserved() -> None:
+    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
+    reservation = re.Reservation("so", {"full": np.array([], dtype=np.int64)})
+    assert isinstance(requests.on(re.Reserved(at, "r", Attempt(1), reservation))[-1], re.Taken)
+
+
+def test_ends_that_are_told_again_take_no_place_of_a_refusal() -> None:
+    leader, at = Leader(), ReadingRank("decode", "1", 0, 1)
+    for part in range(TOLD_AGAIN):
+        leader.on(le.Lead(part, at, "r", Attempt(1), (1,), 60.0), 0.0)
+        leader.on(le.GaveUp(part, "failed", failed=True), 0.0)
+    (tell,) = leader.on(le.Refused(le.End(at, "r", Attempt(1), "full", failed=True), (1,), 60.0), 0.0)
+    assert isinstance(tell, le.Tell)
+    assert leader.on(le.Told(tell.tell, lost=True), 1.0) != []
+
+
+def test_a_receive_whose_blocks_were_safe_before_its_end_is_quiet() -> None:
+    book = Book()
+    (sent,) = book.on(be.Receive("call", "r"))
+    assert isinstance(sent, be.Send)
+    book.on(be.Answered(sent.id, transfer_id="t"))
+    book.on(be.BlocksSafe("r", "t"))
+    assert be.Quiet("call") in book.on(be.TransferOver("r", "t", "end", done=True, safe=False))
+
+
+def test_what_is_published_in_part_goes_on_when_the_same_weights_are_named() -> None:
+    book = Book()
+    (sent,) = book.on(be.Publish("first", "lease", "r", more=True))
+    assert isinstance(sent, be.Send)
+    book.on(be.Answered(sent.id))
+    for weights in ("", "others"):
+        (sent,) = book.on(be.ReplaceWeights(f"replace by {weights}", weights))
+        assert isinstance(sent, be.Send)
+        book.on(be.Answered(sent.id))
+        if not weights:
+            assert isinstance(book.on(be.Publish("second", "lease", "r", more=True))[0], be.Send)
+    with pytest.raises(Conflict) as refused:
+        book.on(be.Publish("third", "lease", "r"))
+    assert refused.value.code == "mixed_weights"

@@ -12,7 +12,7 @@ from table import ROWS, Row, Tried, watched
 
 from kvferry.errors import KvferryError
 
-SEEDS = 150
+SEEDS = 100
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,7 @@ class Readers:
         """All counts are those that the places give."""
         read = Counter(who.engine for who, place in self._places.items() if place.read)
         assert self.live == sum(place.reading is not None for place in self._places.values())
-        assert self.closed == read.total() and +self._read == read
+        assert self.closed == read.total() and dict(self._read) == dict(read)
         assert self.whole == sum(count >= engine[2] for engine, count in read.items())
         attempts = {(who.engine, place.attempt, place.by) for who, place in self._places.items() if place.read}
         assert len(attempts) == len(read), "an engine has read in one attempt"
