@@ -19,7 +19,7 @@ DRAIN_S, NEVER = 30.0, float("inf")
 CALM_S = 40 * LOADS_S
 """Within which all is as it should be, once blows have stopped: what hangs is killed, after twice as long each time."""
 LIVES = 32
-"""Of keepers, one after the other."""
+"""Keepers of one run, in turn."""
 TURNS = 6
 """As many within half a second are too many, when daemons die at once and upgrades come between."""
 BLOWS = ("upgrade", "upgrade", "kill", "kill", "time", "time", "time", "time", "time", "stop",
@@ -342,7 +342,7 @@ class World:
         self._die_once_more()
 
     def _outlive(self) -> None:
-        """What daemons and people say after the end comes to nothing."""
+        """Words of daemons and people after the end come to nothing."""
         for process in list(self.processes.values()):
             self._dies(process, -e.KILL)
         while self.hear():

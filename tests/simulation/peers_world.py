@@ -504,7 +504,7 @@ class World:
         self.feed(e.Unbind(engine_id))
 
     def _tidy(self, number: int) -> None:
-        """Whoever sees a peer that is lost renews it, or forgets it."""
+        """A peer that is lost is renewed, forgotten or unbound."""
         peer = self.peers.get(number)
         match self.rng.randrange(4):
             case _ if peer is None:

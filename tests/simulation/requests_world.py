@@ -28,7 +28,7 @@ from kvferry.protocol.requests import Requests
 
 BLOCKS, MOST, HISTORY, DEADLINE_S = 16, 4, 2, 30.0
 ENGINES = 4
-"""One after the other: few attempts have few numbers, and meet."""
+"""Engines of one run, in turn: few attempts have few numbers, and meet."""
 NAMES, BY_TABLES = ("r", "s", "t"), "t"
 """The last one's orders bring their tables, as a rule."""
 BLOWS = (

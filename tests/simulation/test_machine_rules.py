@@ -565,9 +565,11 @@ def test_a_publish_of_a_lease_that_is_over_is_refused() -> None:
     source = ByEvents()
     for number in (1, 2):
         source.publish(number=number)
-    with pytest.raises(Conflict) as refused:
-        source.publish(number=1)
-    assert refused.value.code == "lease_ended"
+    source.revoke()
+    for number in (1, 2):
+        with pytest.raises(Conflict) as refused:
+            source.publish(number=number)
+        assert refused.value.code == "lease_ended"
 
 
 def test_only_what_is_published_whole_at_once_is_announced_and_to_few() -> None:
@@ -596,7 +598,7 @@ def test_a_rank_that_finishes_ends_no_reading_of_its_own() -> None:
 
 
 def packing_of(source: ByEvents) -> Packing:
-    """Of a lease that one reader packs whole."""
+    """The packing of a lease that one reader packs whole."""
     source.publish()
     reader = source.reader()
     reading = reader.opens()

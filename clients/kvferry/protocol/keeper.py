@@ -293,7 +293,7 @@ class Keeper:
         return not any(each.alive and each.number >= self.wishes.upgrade for each in self._others())
 
     def _late(self, now: float) -> list[e.KeeperEffect]:
-        """One daemon that is late. The timer rings again for the next one, as this one may have been the last."""
+        """Kill one daemon that is late, or give it up. The timer rings for the next, unless this was the last."""
         daemon = next((each for each in self.daemons.values() if each.due is not None and each.due <= now), None)
         if daemon is None:
             return []
