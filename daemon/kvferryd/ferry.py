@@ -653,7 +653,7 @@ def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
 
 
 def _phases(figures: Figures) -> dict[str, schemas.PhaseTimes]:
-    """Of phases that took any time."""
+    """The phases that took any time."""
     worst = dict(zip(PHASES, figures.worst_ms(), strict=False))
     p99 = {name: _p99(list(spent)) for name, spent in zip(PHASES, zip(*figures.phases, strict=True), strict=False)}
     return {

@@ -400,7 +400,8 @@ class World:
     def refuse(self, at: Daemon, name: str, number: int) -> None:
         """A reservation that cannot be taken as it is."""
         key, attempt = at.at.key(name), Attempt(number)
-        ends = self._comes(at, key, attempt) or any(not job.reserved for job in at.of(key, attempt))
+        orders = [job for job in at.of(key, attempt) if not job.reserved and not job.ended]
+        ends = bool(orders) or self._comes(at, key, attempt)
         self.feed(at, e.Unfit(at.at, name, attempt, Conflict("other_blocks", "it does not fit")))
         if ends and attempt not in at.dead[key]:
             at.dead[key].add(attempt)

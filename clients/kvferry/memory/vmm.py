@@ -167,7 +167,7 @@ class VmmMapping:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Of whom has opened it, or holds it: each once."""
+        """The opener, and each that holds it, calls it once."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -175,7 +175,7 @@ class VmmMapping:
 
     def _unmap(self) -> None:
         with self.device:
-            call("cuCtxSynchronize")  # what is queued would find its addresses gone: cuMemUnmap waits for nothing
+            call("cuCtxSynchronize")  # cuMemUnmap waits for nothing: queued work would find its addresses gone
             for address, nbytes in self._mapped:
                 call("cuMemUnmap", address, nbytes)
             call("cuMemAddressFree", self.address, self.nbytes)

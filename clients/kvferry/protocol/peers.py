@@ -75,7 +75,7 @@ class Peers:
         return None if asking is None else self._homes.in_the_way(asking.place[0], home, ordered=asking.ordered)
 
     def next_timer(self) -> float | None:
-        times = self._askings.next_timer(), self.wanted.next_timer()
+        times = self._askings.next_timer(), self.wanted.resting.next()
         return min((each for each in times if each is not None), default=None)
 
     def on(self, event: e.PeersEvent, now: float) -> Effects:

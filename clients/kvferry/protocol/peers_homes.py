@@ -59,8 +59,9 @@ class Homes:
             self._owners.put(engine_id, Owner(owner.home, presumed=False))
 
     def is_presumed(self, engine_id: str) -> bool:
+        """No order has named where it is, as far as is remembered."""
         owner = self._owners.get(engine_id)
-        return owner is not None and owner.presumed
+        return owner is None or owner.presumed
 
     def forget(self, engine_id: str, home: Home) -> None:
         """It is no peer any more."""

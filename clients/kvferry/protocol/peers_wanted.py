@@ -44,7 +44,7 @@ class Wanted:
         self._asked: dict[Place, bool] = {}
         """Places that are being met; whether each has failed before."""
         self._failed: dict[Place, _Failed] = {}
-        self._resting: Alarms[Place] = Alarms()
+        self.resting: Alarms[Place] = Alarms()
         """Places that are not asked for now."""
         self._awaited: set[Place] = set()
         """Engines of the daemon before that were neither met nor missed yet."""
@@ -106,7 +106,7 @@ class Wanted:
     def _clear(self, place: Place) -> None:
         self._met.pop(place, None)
         self._failed.pop(place, None)
-        self._resting.drop(place)
+        self.resting.drop(place)
         self._awaited.discard(place)
 
     def drop(self, number: int, now: float) -> None:
@@ -114,18 +114,18 @@ class Wanted:
         for place in [place for place, each in self._met.items() if each == number]:
             del self._met[place]
             if place not in self._named:
-                self._resting.set(place, now + BACK_S[0])
+                self.resting.set(place, now + BACK_S[0])
 
     # ---- asking ----
 
     def next(self, now: float) -> list[Place]:
         """The places to ask now: `found` or `failed` follows for each."""
-        self._resting.due(now)
+        self.resting.due(now)
         again, asked = sum(self._asked.values()), list[Place]()
         for place in self:
             if len(self._asked) >= AT_ONCE:
                 break
-            if place in self._met or place in self._asked or place in self._resting:
+            if place in self._met or place in self._asked or place in self.resting:
                 continue
             before = place in self._failed
             if before and again >= AT_ONCE // 2:
@@ -134,9 +134,6 @@ class Wanted:
             self._asked[place] = before
             asked.append(place)
         return asked
-
-    def next_timer(self) -> float | None:
-        return self._resting.next()
 
     def found(self, place: Place, number: int) -> None:
         del self._asked[place]
@@ -155,7 +152,7 @@ class Wanted:
             self.leave(place[0])
             return False
         first_s, longest_s = AGAIN_S if named else BACK_S
-        self._resting.set(place, now + min(longest_s, first_s * 2.0 ** min(before.times, 16)))
+        self.resting.set(place, now + min(longest_s, first_s * 2.0 ** min(before.times, 16)))
         self._failed[place] = _Failed(before.times + 1, before.since, why.code)
         return why.code != before.code
 
@@ -176,5 +173,5 @@ class Wanted:
 
     def sizes(self) -> Sizes:
         return {"wanted": len(self._named), "had": len(self._had), "met": len(self._met), "asked": len(self._asked),
-                "failed": len(self._failed), "resting": self._resting.entries,
+                "failed": len(self._failed), "resting": self.resting.entries,
                 "awaited": len(self._awaited)}  # fmt: skip

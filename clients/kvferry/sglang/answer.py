@@ -51,7 +51,7 @@ def answer(host: str, port: int, dp_rank: int, dp_ranks: int, said: Prefill) -> 
 
 @cache
 def _ask(name: str) -> Prefill:
-    """What another DP rank says of itself: the same for its whole life, which is this one's. Raises httpx.HTTPError,
+    """The other DP rank about itself: the same for its whole life, which is this one's. Raises httpx.HTTPError,
     ValueError."""
     with httpx.Client(transport=httpx.HTTPTransport(uds=name), timeout=ASK_S / 2) as http:
         return Prefill.model_validate_json(http.get(f"http://kvferry{PATH}").raise_for_status().content)

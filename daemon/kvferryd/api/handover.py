@@ -57,7 +57,7 @@ class Handovers:
         self._most = most
         self._introduce, self._pipe = introduce, pipe
         self._held: dict[str, dict[str, _Held]] = defaultdict(dict)
-        """By session and ticket."""
+        """Keyed by session, then ticket."""
         self._exchanges = Tasks()
         self._places = asyncio.Semaphore(MAX_CONNECTIONS)
 

@@ -51,7 +51,7 @@ class NodeSocket:
         return self._handovers.offer(session, files)
 
     def withdraw(self, session: str) -> None:
-        """What was offered and not fetched is closed. Idempotent."""
+        """Files that nobody has fetched are closed. Idempotent."""
         self._handovers.withdraw(session)
 
 

@@ -1,4 +1,4 @@
-"""What the daemon has moved, and what became of it: figures by the minute for a day, the last records, and each start,
+"""The daemon's history, which outlives it: figures by the minute for a day, the last records, and each start,
 death and drain. The keeper's file, or that of the state folder, hands it to the next daemon.
 
 `store` has the parts of the file. A record is written when its transfer begins and when it is over, so a transfer that
@@ -77,11 +77,11 @@ class History:
         """Nothing is known of the time before, in seconds since 1970."""
         self._faulty = False
         self._lines: dict[str, int] = {}
-        """By peer, from 1."""
+        """Keyed by peer; from 1."""
         self._seen: dict[int, int] = {}
         """The last minute of each line."""
         self._numbers: dict[str, int] = {}
-        """By code, from 1."""
+        """Keyed by code; from 1."""
         self._at: dict[str, int] = {}
         """Numbers of records under way, by transfer."""
         self._last = self._last_mark = 0
@@ -218,7 +218,7 @@ class History:
         for number, body in found:
             try:
                 record = TransferRecord.model_validate_json(body)
-            except ValidationError:  # of another version, or damaged
+            except ValidationError:  # another version's, or damaged
                 continue
             if not record.state.ended:
                 record = _died(record, because)

@@ -1,7 +1,7 @@
 """The parts of a file that outlives its daemon: slots of bytes, and rows of figures by time.
 
 A file has a fixed size and is written in place. It is never mapped: a full disk and a file that somebody has cut are an
-OSError, where memory would be a SIGBUS. What is read may be anything, as a daemon may die between any two bytes.
+OSError, where memory would be a SIGBUS. Anything may be read, as a daemon may die between any two bytes.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Moved:
 
 
 class Waits:
-    """What one rank's part of a transfer waited for: at whom, since when, and for how long.
+    """The waits of one rank's part of a transfer: at whom, since when, and for how long.
 
     At most one wait goes on at a time. Waits for the same thing add up to one.
     """

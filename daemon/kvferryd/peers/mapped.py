@@ -101,7 +101,7 @@ class MappedMemory:
         return True
 
     def _wanted(self, reply: peer_pb2.MapReply) -> dict[int, peer_pb2.MappableRegion]:
-        """What is offered of each region that the manifest names. Raises KvferryError (`not_mappable`)."""
+        """The offer for each region that the manifest names. Raises KvferryError (`not_mappable`)."""
         offered = {region.id: region for region in reply.regions}
         for wanted in self._manifest.regions:
             region = offered.get(wanted.id)

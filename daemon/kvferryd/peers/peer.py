@@ -56,7 +56,7 @@ class Figures:
     phases: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=LATELY))
     """For each of the last transfers, failed ones too: the milliseconds of PHASES."""
     worst: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """By minute of the monotonic clock: the most milliseconds of each of PHASES."""
+    """Keyed by minute of the monotonic clock: the most milliseconds of each of PHASES."""
 
     def add(self, phases_ms: dict[str, float]) -> None:
         """A transfer has ended."""
@@ -67,7 +67,7 @@ class Figures:
             del self.worst[min(self.worst)]
 
     def worst_ms(self) -> tuple[float, ...]:
-        """Of each of PHASES, in the last MINUTES."""
+        """Each of PHASES, in the last MINUTES."""
         since = int(time.monotonic() // 60) - MINUTES
         return tuple(map(max, zip(*(ms for minute, ms in self.worst.items() if minute > since), strict=True)))
 
@@ -91,7 +91,7 @@ class PeerRank:
     several: bool = False
     """It takes several requests in one."""
     ucx: str = ""
-    """Where UCX listens there for TCP, in its own words; empty for nowhere, or where it does not say."""
+    """The addresses at which UCX listens there for TCP, in its own words; empty for none, or where it says none."""
     pairing: str = ""
     """The peer's name for the plan between us; empty until it has planned."""
     figures: Figures = field(default_factory=Figures)
