@@ -48,7 +48,7 @@ TEXTS += [
 ]
 FREE = frozenset({
     "axis", "client", "device_uuid", "digest", "dtype", "encoding", "fingerprint", "group", "handle", "metadata",
-    "name", "order", "reason", "rest", "traceparent", "version", "weights", "whole", "x_request_id",
+    "name", "node", "order", "reason", "rest", "traceparent", "version", "weights", "whole", "x_request_id",
 })  # fmt: skip
 """Fields of text or bytes by which nothing is looked up."""
 MOST_MET = 16

@@ -123,7 +123,8 @@ async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(
             for peer in await pair.routers[0].peers() if peer.engine_id == "prefill"
             for name, times in peer.phases.items()
         )[1]  # fmt: skip
-        assert any(f"slowest of 5 min: {worst} " in each for each in await page.texts("#peers .worst"))
+        found = "[...document.querySelectorAll('#peers .worst')].some((it) => it.textContent.includes(%s))"
+        await page.until(found % json.dumps(f"slowest of 5 min: {worst} "))
         await page.ask("Input.dispatchKeyEvent", type="keyDown", key="Escape")
         await page.until("document.getElementById('detail').hidden")
     async with watching(chrome, pair.decode.daemons[0], f"#transfer={'0' * 32}") as page:

@@ -73,8 +73,8 @@ def test_an_engine_that_was_met_is_tried_again_soon_and_not_for_ever() -> None:
     wanted, now, place = Wanted(), 0.0, ("p", "a")
     wanted.met(place, 1)
     wanted.drop(1, now)
-    assert (wanted.next(now), wanted.next_timer()) == ([], BACK_S[0])
-    while (timer := wanted.next_timer()) is not None:
+    assert (wanted.next(now), wanted.resting.next()) == ([], BACK_S[0])
+    while (timer := wanted.resting.next()) is not None:
         now = timer
         assert wanted.next(now) == [place]
         wanted.failed(place, SILENT, now)

@@ -53,9 +53,8 @@ class ReaderStream:
         self._announced: FIFOCache[str, peer_pb2.LeaseUpdate] = FIFOCache(ANNOUNCED_NBYTES, _kept_nbytes)
         """The newest lease of each request that nobody has read or asked for since."""
         self._why: KvferryError | None = None
-        self._call: _Call = stub.Read()
-        tasks = Tasks()
-        self._writing, self._reading = tasks.spawn(self._write()), tasks.spawn(self._read())
+        call, tasks = stub.Read(), Tasks()  # the tasks alone have it: a call that is kept goes on dialling
+        self._writing, self._reading = tasks.spawn(self._write(call)), tasks.spawn(self._read(call))
 
     @property
     def over(self) -> bool:
@@ -158,21 +157,25 @@ class ReaderStream:
         with tried("tell that a reading is over", address=address):
             listener.on_lost(why)
 
-    async def _write(self) -> None:
+    async def _write(self, call: _Call) -> None:
         """Why a write fails is known to `_read`, which ends this task."""
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+        try:
             message: peer_pb2.ReadRequest | None = peer_pb2.ReadRequest(opening=self._opening)
             while message is not None:
-                await self._call.write(message)
+                await call.write(message)
                 message = await self._outbox.take()
-            await self._call.done_writing()
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            pass
+        finally:
+            del call  # a task that is cancelled keeps its frame
 
-    async def _read(self) -> None:
+    async def _read(self, call: _Call) -> None:
         address = self._contact.address
         why: KvferryError = PeerFailed("peer_lost", f"peer {address} ended the stream of leases", field="address")
         try:
             async with asking(self._contact, ended=why):
-                async for told in self._call:
+                async for told in call:
                     for reply in told.several.replies if told.HasField("several") else (told,):
                         self._hear(reply)
         except KvferryError as error:
@@ -181,7 +184,8 @@ class ReaderStream:
             self._why = why
             self._outbox.give_up()
             self._writing.cancel()
-            self._call.cancel()
+            call.cancel()
+            del call
             listeners, self._listeners = list(self._listeners.values()), {}
             for listener in listeners:  # a listener may close others
                 with tried("tell that a stream is over", address=address):
