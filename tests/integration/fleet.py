@@ -198,13 +198,18 @@ def owned_regions(daemon: DaemonService) -> int:
     return sum(NAME in line for line in maps)
 
 
+NO_REGIONS = "/memfd:kvferry-history", "/memfd:kvferry-peers"
+"""Files for the daemon that comes next."""
+
+
 def memory_files(daemon: DaemonService) -> set[int]:
     """The host memory regions that the daemon holds, by inode."""
     files = Path(f"/proc/{daemon.process.pid}/fd")
     found = set()
     for file in files.iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            if str(file.readlink()).startswith("/memfd:kvferry"):
+            name = str(file.readlink())
+            if name.startswith("/memfd:kvferry") and not name.startswith(NO_REGIONS):
                 found.add(file.stat().st_ino)
     return found
 
