@@ -14,7 +14,7 @@ from google.protobuf.message import EncodeError, Message
 
 from kvferry.errors import KvferryError, Malformed, Unavailable
 from kvferry.file import File
-from kvferry.memory.handover import HANDOVER_S, fetch, hand_over, open_pipe
+from kvferry.memory.handover import EXCHANGE_S, fetch, hand_over, open_pipe
 from kvferry.outbox import Outbox
 from kvferry.pipe import Pipe
 from kvferry.process import Process
@@ -29,7 +29,6 @@ CLOSE_S = 2.0
 """How long `close` waits for the daemon's answer."""
 ASK_S, AGAIN_S = 5.0, 0.2
 """How long the daemon is given to confirm the end of a session, and the pause before it is asked again."""
-EXCHANGE_S = 4 * HANDOVER_S
 """How long an exchange of files may take, which has a few steps."""
 PIPE_S = 2.0
 """How long the pipe and the stream may end one after the other."""

@@ -48,7 +48,7 @@ def fleet() -> Iterator[GpuEngines]:
 
 
 def vllm(fleet: GpuEngines, patch: pytest.MonkeyPatch, *gpus: int) -> Launched:
-    """What a user writes in a container with these GPUs, and a folder that it shares with others of the host."""
+    """The command of a user in a container with these GPUs, and a folder that it shares with others of the host."""
     patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, gpus)))
     command = [
         "/usr/bin/env", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}", str(PYTHON), "-m",

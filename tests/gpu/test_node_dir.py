@@ -145,7 +145,7 @@ class Process:
 
 
 def device_nodes() -> list[str]:
-    """One for each GPU, in the order of their numbers."""
+    """The nodes of all GPUs, in the order of their numbers."""
     return sorted(str(node) for node in Path("/dev").glob("nvidia[0-9]*"))
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint64
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ from kvferry.engine import EngineClient
 from kvferry.errors import KvferryError
 from kvferry.memory import VmmMemory, cuda, cuda_memory
 from kvferry.memory import vmm as cuda_vmm
-from kvferry.memory.cuda_driver import Access, Location, call
+from kvferry.memory.cuda_driver import Access, Location, Properties, call
 from kvferry.memory.handover import sealed_file
 from kvferry.memory.vmm import VmmMapping
 from kvferry.router import RouterClient
@@ -43,21 +43,6 @@ MIB = 1 << 20
 SLACK = 24 * MIB
 FAR = len(GPUS) - 1
 TOKENS = 300
-
-
-class Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("handle_types", c_int),
-        ("location", Location),
-        ("windows", c_void_p),
-        ("compression", c_ubyte),
-        ("rdma", c_ubyte),
-        ("usage", c_ushort),
-        ("reserved", c_ubyte * 4),
-    )
 
 
 class Vmm:

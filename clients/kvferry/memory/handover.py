@@ -25,6 +25,8 @@ MAX_FILES = 240
 """In one handover. Linux carries at most 253 with one message."""
 MAX_MESSAGE = 16 << 10
 HANDOVER_S, OPENS_S = 5.0, 1.0
+EXCHANGE_S = 4 * HANDOVER_S
+"""The longest that all steps of an exchange may take."""
 LENGTH_NBYTES = 4
 
 

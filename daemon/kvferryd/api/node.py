@@ -3,7 +3,6 @@ they share. No namespace need be common. The ticket for them is told to a peer t
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,7 +12,7 @@ from kvferry.file import File
 from kvferry.memory.handover import SUFFIX
 from kvferryd.api.handover import Handovers
 from kvferryd.config import bad_config
-from kvferryd.memory.node import NodeDir
+from kvferryd.memory.node import NodeDir, socket_name
 from kvferryd.observe import logs
 
 log = logs.get(__name__)
@@ -25,7 +24,7 @@ MOST = 4096
 class NodeSocket:
     def __init__(self, node: NodeDir) -> None:
         self._folder, self._handovers = node.folder, Handovers(most=MOST)
-        self.name = f"node-{secrets.token_hex(8)}"
+        self.name = socket_name()
         """Told to peers: the socket's file has SUFFIX behind it."""
 
     @asynccontextmanager

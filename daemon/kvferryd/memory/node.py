@@ -11,6 +11,13 @@ from pathlib import Path
 from kvferryd.config import Config, bad_config
 
 NAME, NBYTES = "node-id", 16
+SOCKET = r"node-[0-9a-f]{16}"
+"""The names of the daemons' sockets in it."""
+
+
+def socket_name() -> str:
+    """A new one."""
+    return f"node-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class Earlier(NamedTuple):
 
 
 class History:
-    """Owns the file. One daemon at a time has it open. Only `told` may be called on another thread."""
+    """Owns the file. The file is open in one daemon at a time. Only `told` may be called on another thread."""
 
     def __init__(self, file: File, because: str = "") -> None:
         """because: what became of the daemon before, as the keeper says. Raises OSError."""

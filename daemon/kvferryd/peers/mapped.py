@@ -12,22 +12,19 @@ import grpc
 from kvferry.errors import LONGEST, Conflict, KvferryError, shorten
 from kvferry.manifest import Manifest
 from kvferry.memory import CudaRegion, cuda
-from kvferry.memory.handover import HANDOVER_S, fetch
+from kvferry.memory.handover import EXCHANGE_S, fetch
 from kvferry.memory.vmm import Fetched
 from kvferry.threads import made
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferryd.copy.runner import Runner
 from kvferryd.engine import Engine
 from kvferryd.memory import Probe
-from kvferryd.memory.node import NodeDir
+from kvferryd.memory.node import SOCKET, NodeDir
 from kvferryd.observe import logs
 from kvferryd.peers.channels import Channel
 from kvferryd.peers.contact import asking
 
 log = logs.get(__name__)
-NODE_SOCKET = r"node-[0-9a-f]{16}"
-"""The names of sockets in the folder that the daemons of a node share."""
-EXCHANGE_S = 4 * HANDOVER_S
 TRIES = 3
 """A probe fails where the engine writes to its adopted memory meanwhile, and may hold the next time."""
 
@@ -119,7 +116,7 @@ class MappedMemory:
         shared = {id: region.shared for id, region in regions.items() if region.HasField("shared")}
         if not shared:
             return {}
-        if self._node is None or not re.fullmatch(NODE_SOCKET, reply.socket):
+        if self._node is None or not re.fullmatch(SOCKET, reply.socket):
             raise Conflict("protocol", f"it offers descriptors at {reply.socket[:64]!r}", field="socket")
         path = str(self._node.folder / reply.socket)
 

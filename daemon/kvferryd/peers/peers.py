@@ -146,7 +146,7 @@ class Peers:
     def unbind(self, engine_id: str) -> bool:
         """The next one to answer to this engine id is its owner. Returns whether it had one."""
         bound = any(meeting.machine.is_bound(engine_id) for meeting in self._of.values())
-        for meeting in self._of.values():  # one that has lost it may look for it still
+        for meeting in self._of.values():  # a meeting that has lost it may look for it still
             meeting.on(e.Unbind(engine_id))
             self._remembered.put(meeting.engine.engine_id, met=meeting.machine.wanted.had)
         return bound
