@@ -19,6 +19,7 @@ from ranks import Shape, TestEngine
 
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody, PeerRequest, SourceBody, TransferRecord
+from kvferryd.commands import say
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 pytestmark = [
@@ -95,6 +96,35 @@ async def test_search_states_and_sorting_choose_the_rows(chrome: Browser, pair: 
             )
         await page.type("#search", "no such transfer")
         await page.until("!document.getElementById('no-transfers').hidden")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+async def test_equal_failures_are_one_row_which_opens_them(
+    chrome: Browser, pair: Pair, request_id: str, dark: bool
+) -> None:
+    for engine_id, times in (("nobody", 5), ("nobody-else", 1)):
+        source = SourceBody(engine_id=engine_id, address="127.0.0.1:9")
+        for number in range(times):
+            name = f"{request_id}-{engine_id}-{number}"
+            await pair.routers[0].order(OrderBody(request_id=name, source=source, deadline_ms=1))
+    rows, button = "document.querySelectorAll('#rows tr').length", "document.querySelector('#rows tr.alike button')"
+    for size in (PHONE, {}):
+        async with watching(chrome, pair.decode.daemons[0], dark=dark, **size) as page:
+            await page.type("#search", request_id)
+            await page.until(f"{rows} === 2 && {STATES} === 'all 6, failed 6'")
+            assert (await page.texts("#rows tr.alike td.request button")) == ["5 requests failed alike open"]
+            assert "deadline" in (await page.texts("#rows tr.alike .why"))[0]
+            assert "nobody → decode" in (await page.texts("#rows tr.alike"))[0]
+            await page.value(f"{button}.click()")
+            await page.until(f"{rows} === 7 && {button}.ariaExpanded === 'true'")
+            assert len(await page.texts("#rows tr.within a")) == 5
+            assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
+            await page.value("document.querySelector('#rows tr.within td.state').click()")
+            await page.until("!document.getElementById('detail').hidden")
+            assert await page.value("document.querySelectorAll('#rows tr.chosen.within').length") == 1
+            await page.value("location.hash = ''")
+            await page.value(f"{button}.click()")
+            await page.until(f"{rows} === 2")
 
 
 async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(
@@ -209,6 +239,20 @@ async def test_it_asks_for_what_is_new_and_for_what_is_seen(chrome: Browser, pai
         await page.scroll_to("engines")
         await page.until("document.querySelector('#engines h3')?.innerText === 'decode'")
         assert len([each for each in page.requested if each.endswith("/v1/engines")]) == 1, "the manifests, once"
+
+
+async def test_it_says_what_memory_is_held_and_where_the_other_ranks_are(chrome: Browser, pair: Pair) -> None:
+    (engine,) = await pair.routers[0].engines()
+    async with watching(chrome, pair.decode.daemons[0]) as page:
+        await page.scroll_to("engines")
+        await page.until("document.querySelector('#engines h3')?.innerText === 'decode'")
+        (card,) = await page.texts("#engines .card")
+        assert f"{say.size(engine.cache_bytes)} of cache" in card
+        links = await page.value("[...document.querySelectorAll('#engines a')].map((it) => [it.innerText, it.href])")
+        assert links == [[f"rank {rank}", f"{pair.decode.daemons[rank].url}/"] for rank in (1, 2)]
+        assert all(f"at {daemon.peer}" in card for daemon in pair.decode.daemons[1:])
+        said = "[...document.querySelectorAll('#totals div')].find((it) => it.innerText.includes('process'))"
+        assert (await page.value(f"{said}.innerText")).endswith("MiB\nmemory")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -40,6 +40,17 @@ export function entries(pairs) {
     .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
 }
 
+const LOOPBACK = /^(localhost$|127\.|\[::1\]$)/;
+
+// A link to the page of another daemon, at the URL that it gives of itself; its text alone where that is none, or where
+// only a browser on the daemon's own host reaches it and this is another.
+export function pageOf(url, text, fragment = "") {
+  const page = URL.parse(url ?? "");
+  const elsewhere = page && LOOPBACK.test(page.hostname) && !LOOPBACK.test(location.hostname);
+  if (!page || elsewhere || !/^https?:$/.test(page.protocol)) return make("span", {}, text);
+  return make("a", { href: `${page.origin}/${fragment}`, rel: "noreferrer", target: "_blank" }, text);
+}
+
 // Fill `parent` with one element per item. An element stays as long as its item's key does, and is drawn again when
 // its item says something else: what has focus keeps it, and what has not changed costs nothing.
 export function keyed(parent, items, key, create, draw) {

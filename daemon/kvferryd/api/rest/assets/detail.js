@@ -115,7 +115,7 @@ export function setDetail(id, found) {
   aside.hidden = false;
   aside.scrollTop = was?.transfer_id === record?.transfer_id ? top : 0;
   if (focused) close.focus();
-  for (const row of document.querySelectorAll("#rows tr")) row.classList.toggle("chosen", row.item?.transfer_id === id);
+  for (const row of document.querySelectorAll("#rows tr")) row.classList.toggle("chosen", !row.item?.key && row.item?.record.transfer_id === id);
 }
 
 export function tickDetail() {

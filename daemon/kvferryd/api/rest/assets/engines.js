@@ -1,6 +1,6 @@
 // The engines beside this daemon, and how each holds its cache.
 
-import { at, chip, entries, make, say } from "./dom.js";
+import { at, chip, entries, make, pageOf, say } from "./dom.js";
 import { plural, ranges, size } from "./units.js";
 
 const extent = (component, name) => component.axes.filter((axis) => axis.name === name).reduce((all, axis) => all * axis.extent, 1);
@@ -29,11 +29,20 @@ function layout(manifest) {
   return found;
 }
 
+// The memory that it has handed over or was given, and that of its staging arena.
+const held = (engine) => `${size(engine.cache_bytes)} of cache, ${engine.arena_bytes ? `an arena of ${size(engine.arena_bytes)}` : "no arena"}`;
+
+// The other ranks: where their daemons are, each a link to its page where this host knows that.
+function others({ rank, members, rest }) {
+  const known = Object.entries(members).filter(([other]) => Number(other) !== rank);
+  return known.length ? make("span", {}, known.map(([other, address]) => make("small", {}, pageOf(rest[other], `rank ${other}`), ` at ${address}`))) : "";
+}
+
 export function setEngines(all) {
   say("engines-said", all.length ? plural(all.length, "rank") + " beside this daemon" : "");
   at("engines").replaceChildren(all.length ? make("div", { class: "grid" }, all.map((engine) => make("div", { class: "card engine" },
     make("div", { class: "head" }, make("h3", {}, engine.engine_id), chip(engine.attached ? "attached" : "gone", engine.attached ? "good" : "bad")),
     (engine.notes ?? []).map((note) => make("p", { class: "note" }, note)),
-    make("dl", { class: "pairs" }, entries([["rank", `${engine.rank} of ${engine.world_size}`], ["epoch", make("code", {}, engine.epoch)], ...layout(engine.manifest ?? {})])))))
+    make("dl", { class: "pairs" }, entries([["rank", `${engine.rank} of ${engine.world_size}`], ["others", others(engine)], ["epoch", make("code", {}, engine.epoch)], ["holds", held(engine)], ...layout(engine.manifest ?? {})])))))
     : make("p", { class: "card none" }, "None yet. An engine attaches at this daemon's socket."));
 }

@@ -20,5 +20,6 @@ export function drawTotals(totals, records) {
     ["served", cell(size(totals.served_bytes))],
     ["quarantine", cell(size(totals.quarantined_bytes), "", totals.quarantined_bytes ? "bad" : "")],
     ["arena", totals.staging_bytes ? cell(size(totals.staging_used_bytes), `of ${size(totals.staging_bytes)}`) : cell("none")],
+    ["process", totals.process_bytes ? cell(size(totals.process_bytes), totals.unfreed_bytes ? `${size(totals.unfreed_bytes)} not given back` : "memory", totals.unfreed_bytes ? "bad" : "") : ""],
   ]));
 }

@@ -1,8 +1,8 @@
-// The table of transfers: search, states, sorting; a row opens the detail.
+// The table of transfers: search, states, sorting; a row opens the detail. Equal failures are one row, which opens them.
 
 import { at, chip, keyed, make, say } from "./dom.js";
 import { PHASES, ageMs, lasted, matches, over, phases, sum } from "./record.js";
-import { clock, count, rate, size, span } from "./units.js";
+import { clock, count, plural, rate, size, span } from "./units.js";
 import { now } from "./ask.js";
 
 const STEP = 50;
@@ -22,6 +22,7 @@ const COLUMNS = [
 ];
 const chosen = { words: [], show: "all", by: "time", down: true, most: STEP };
 let records = [], ticking = [];
+const opened = new Set();
 
 export function phaseBar(spent) {
   const total = sum(spent);
@@ -34,25 +35,55 @@ export function phaseBar(spent) {
   return bar;
 }
 
-function create(record) {
+// What failed alike: by one code, between the same two engines. The last line says how, for the newest.
+const alike = (record) => record.state === "failed" && record.error
+  ? [record.error.code, record.source?.engine_id, record.source?.address, record.engine_id].join("\n") : null;
+
+// Rows in the order of the records: each is a record, or stands for all that failed alike, where the first of them is.
+function folded(listed) {
+  const groups = Map.groupBy(listed, alike), told = new Set(), rows = [];
+  for (const record of listed) {
+    const key = alike(record), group = key === null ? [record] : groups.get(key);
+    if (group.length < 2) rows.push({ record });
+    else if (!told.has(key)) {
+      told.add(key);
+      const newest = group.reduce((a, b) => b.created_at > a.created_at ? b : a), since = Math.min(...group.map((each) => each.created_at));
+      rows.push({ record: newest, key, times: group.length, since, open: opened.has(key) });
+      if (opened.has(key)) rows.push(...group.map((each) => ({ record: each, within: true })));
+    }
+  }
+  return rows;
+}
+
+function create({ record, key }) {
   const parts = Object.fromEntries(COLUMNS.map(([name, , , classes]) => [name, make("td", { class: `${name} ${classes}` })]));
-  const link = make("a", { href: `#transfer=${encodeURIComponent(record.transfer_id)}` }, record.request_id);
+  const link = key ? make("button", { type: "button" }) : make("a", { href: `#transfer=${encodeURIComponent(record.transfer_id)}` }, record.request_id);
+  if (key) link.addEventListener("click", () => {
+    opened.has(key) ? opened.delete(key) : opened.add(key);
+    show();
+  });
   const why = make("p", { class: "why", hidden: true });
   parts.request.append(link, why);
   return Object.assign(make("tr", {}, Object.values(parts)), { parts, link, why });
 }
 
-function draw(row, record) {
-  const { parts, why } = row;
-  row.className = `${record.state} ${over(record) ? "" : "live"} ${record.bytes ? "" : "nothing"}`;
+function draw(row, { record, key, times, since, open, within }) {
+  const { parts, why, link } = row;
+  row.className = `${record.state} ${over(record) ? "" : "live"} ${record.bytes && !key ? "" : "nothing"} ${key ? "alike" : ""} ${within ? "within" : ""}`;
   parts.time.replaceChildren(make("time", { dateTime: new Date(record.created_at * 1000).toISOString() }, clock(record.created_at * 1000)));
   parts.state.replaceChildren(chip(record.state), make("small", {}, record.waits_for ? ` for ${record.waits_for}` : ""));
   parts.route.replaceChildren(make("span", {}, record.source?.engine_id ?? "–"), make("b", {}, " → "), make("span", {}, record.engine_id));
+  why.hidden = !record.error;
+  if (record.error) why.replaceChildren(make("b", {}, record.error.code), ` ${record.error.message}`);
+  if (key) {
+    link.replaceChildren(`${plural(times, "request")} failed alike`, make("small", {}, open ? " close" : " open"));
+    link.ariaExpanded = open;
+    parts.time.append(make("small", {}, `since ${clock(since * 1000)}`));
+    return;
+  }
   parts.path.replaceChildren(record.path || "–", make("small", {}, record.transport ? ` ${record.transport}` : ""));
   parts.bytes.replaceChildren(record.bytes ? size(record.bytes) : "–");
   parts.rate.replaceChildren(rate(record.bytes_per_s));
-  why.hidden = !record.error;
-  if (record.error) why.replaceChildren(make("b", {}, record.error.code), ` ${record.error.message}`);
   age(row, record);
 }
 
@@ -69,9 +100,9 @@ function show() {
   const keys = new Map(listed.map((record) => [record, by(record)]));
   const compare = (a, b) => a < b ? -1 : a > b ? 1 : 0;
   listed.sort((a, b) => sign * compare(keys.get(a), keys.get(b)) || b.created_at - a.created_at);
-  const visible = listed.slice(0, chosen.most);
-  keyed(at("rows"), visible, (record) => record.transfer_id, create, draw);
-  ticking = visible.filter((record) => !over(record));
+  const rows = folded(listed), visible = rows.slice(0, chosen.most);
+  keyed(at("rows"), visible, ({ record, key }) => key ?? record.transfer_id, create, draw);
+  ticking = visible.map(({ record }) => record).filter((record) => !over(record));
   for (const button of at("states").children) {
     const number = found.filter(SHOWN[button.value]).length;
     button.setAttribute("aria-pressed", button.value === chosen.show);
@@ -80,7 +111,7 @@ function show() {
   }
   for (const head of at("columns").children) head.ariaSort = head.dataset.name !== chosen.by ? "none" : chosen.down ? "descending" : "ascending";
   at("sorting").value = `${chosen.by} ${chosen.down ? "down" : "up"}`;
-  const rest = listed.length - visible.length;
+  const rest = rows.length - visible.length;
   at("more").hidden = rest <= 0;
   say("more", `${count(rest)} more`);
   at("transfers").classList.toggle("bare", !records.length);
@@ -145,6 +176,6 @@ export function beginTransfers() {
     show();
   });
   at("rows").addEventListener("click", (event) => {
-    if (!event.target.closest("a") && !String(getSelection())) event.target.closest("tr")?.link.click();
+    if (!event.target.closest("a, button") && !String(getSelection())) event.target.closest("tr")?.link.click();
   });
 }
