@@ -127,6 +127,8 @@ class Ferry:
         """The record as it is, at the end of the transfer, or after `wait_s`. abort: end it. Raises KvferryError
         (`unknown_transfer`)."""
         if (transfer := self.jobs.find(transfer_id)) is None:
+            if (before := self._before(transfer_id)) is not None:
+                return before
             for engine in self.registry:
                 if engine.rank:
                     with contextlib.suppress(NotFound):
@@ -137,6 +139,12 @@ class Ferry:
         else:
             await self.until_over(transfer, wait_s)
         return record_of(transfer)
+
+    def _before(self, transfer_id: str) -> schemas.TransferRecord | None:
+        """The record of a transfer of an earlier daemon, which has ended with it if not before."""
+        found = (each.body for each in self.history.earlier if each.transfer_id == transfer_id)
+        body = next(found, None)
+        return None if body is None else schemas.TransferRecord.model_validate_json(body)
 
     async def until_over(self, transfer: Transfer, wait_s: float) -> None:
         """Or until `wait_s` have passed."""

@@ -76,6 +76,9 @@ async def test_a_state_folder_keeps_the_history_of_a_daemon_that_is_killed(
     assert records[request_id].state is TransferState.DONE
     died = records[f"{request_id}-waits"]
     assert died.transfer_id == waits.transfer_id and died.error is not None and died.error.code == "daemon_died"
+    for record in (records[request_id], died):
+        assert await router.transfer(record.transfer_id, wait_s=20) == record == await router.wait(record.transfer_id)
+        assert await router.abort_transfer(record.transfer_id) == record, "it stays as it ended"
     told = await router.history()
     assert sum(each.done for each in told.points) == sum(each.failed for each in told.points) == 1
     assert [mark.kind.value for mark in told.marks] == ["start", "death", "start"]

@@ -315,6 +315,8 @@ async def test_since_when_is_drawn_with_what_happened_to_the_daemon(
             assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
         await page.click("#failing")
         await page.until(f"{row(f'{request_id}-waits')}?.innerText.includes('daemon_died')", "it died with the daemon")
+        waits = await page.value(f"{row(f'{request_id}-waits')}.link.hash")
+        assert "daemon_died" in (await router.transfer(waits.partition("=")[2])).model_dump_json()
         assert len(await page.texts("#rows tr")) == 2
         await router.drain()
         await page.until(f"{MARKS}.includes('drain')")

@@ -54,6 +54,7 @@ OTHER = "other"
 class Earlier(NamedTuple):
     """A record of an earlier daemon."""
 
+    transfer_id: str
     request_id: str
     state: TransferState
     body: bytes
@@ -225,7 +226,7 @@ class History:
                 body = record.model_dump_json().encode()
                 self._put(number, body)
                 self.ended(record.ranks[0], record.source.engine_id if record.source else "")
-            yield Earlier(record.request_id, record.state, body)
+            yield Earlier(record.transfer_id, record.request_id, record.state, body)
 
     def _marked(self) -> Iterator[tuple[int, HistoryMark]]:
         for _, number, data in self._marks:
