@@ -159,6 +159,7 @@ async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(
             )[1]  # fmt: skip
             return await page.value(found % json.dumps(f"slowest of 5 min: {worst} "))
 
+        await page.scroll_to("all-peers")  # it asks for peers while they are in view
         await until(as_told, "the page tells another phase than the daemon")
         await page.ask("Input.dispatchKeyEvent", type="keyDown", key="Escape")
         await page.until("document.getElementById('detail').hidden")
