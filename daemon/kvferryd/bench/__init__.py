@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ PARTS = {
     "peers": "many peers: to meet them, to keep them, to order beside them, to replace them; a source of many readers",
     "gpu": "one, two or four GPUs: the copy ceiling, NIXL alone, and every way of kvferry with every layout change",
 }
+PROGRAMS = {"trace": "a public request trace, replayed through one pair, beside an ideal link of the measured ceiling"}
+"""Each has options of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,15 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts asked for, those that need no GPU by default; 0 when every budget was kept."""
+    given = sys.argv[1:] if argv is None else argv
+    if given and given[0] in PROGRAMS:
+        program = importlib.import_module(f"kvferryd.bench.{given[0]}")
+        status: int = program.main(given[1:])
+        return status
     parser = argparse.ArgumentParser(
         prog="kvferry bench",
         description="Measure this machine. Ratios hold; absolute figures drift with whatever else runs.",
-        epilog="parts:\n" + "\n".join(f"  {name:7} {what}" for name, what in PARTS.items()),
+        epilog=f"parts:\n{_listed(PARTS)}\n\nwith options of their own (NAME --help):\n{_listed(PROGRAMS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="which parts to run (default: the short ones)")
@@ -49,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checksum", action="store_true", help="gpu: readers compare checksums of what they have read")
     parser.add_argument("--peers", type=int, default=100, metavar="N", help="peers: how many (1000 take some 4 GB)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(given)
     wanted = arguments.parts or [name for name in PARTS if name not in ("gpu", "first", "again", "peers")]
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:
@@ -60,6 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options != Options(peers=arguments.peers) and "gpu" not in wanted:
         parser.error("--quick, --case, --json and --checksum are for the part gpu")
     return max(_run(name, options) for name in wanted)
+
+
+def _listed(parts: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name:7} {what}" for name, what in parts.items())
 
 
 def _run(part: str, options: Options) -> int:

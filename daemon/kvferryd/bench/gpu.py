@@ -48,8 +48,7 @@ def flags(way: str, arena_mb: int, *of_readers: str) -> tuple[tuple[str, ...], t
 
 def main(options: Options) -> int:
     """Print the table; 0 when every row was measured and every byte arrived."""
-    if importlib.util.find_spec("torch") is None:
-        raise ModuleNotFoundError(name="torch")  # rather than in every row
+    need_torch()
     gpus = cuda.devices() if options.device == "cuda" else ()
     table = Table(options.json)
     try:
@@ -68,12 +67,24 @@ def main(options: Options) -> int:
     return 1 if table.failures else 0
 
 
-def _machine(gpus: Sequence[cuda.Device]) -> dict[str, object]:
+def need_torch() -> None:
+    """Raises ModuleNotFoundError once, rather than in every row."""
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError(name="torch")
+
+
+def machine(gpus: Sequence[cuda.Device]) -> dict[str, object]:
+    """What is measured on, and the load that it had already."""
     import torch
 
-    names = [torch.cuda.get_device_name(gpu.index) for gpu in gpus] or ["host memory (a rehearsal: no figure counts)"]
+    names = [torch.cuda.get_device_name(gpu.index) for gpu in gpus] or ["host memory"]
     counted = [f"{len(list(same))} x {name}" for name, same in itertools.groupby(names)]
-    return {"on": " and ".join(counted), "torch": torch.__version__, "cpus": os.cpu_count()}
+    return {
+        "on": " and ".join(counted),
+        "torch": torch.__version__,
+        "cpus": os.cpu_count(),
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
 
 
 async def _run(options: Options, gpus: tuple[cuda.Device, ...], table: Table) -> None:
@@ -98,7 +109,7 @@ async def _run(options: Options, gpus: tuple[cuda.Device, ...], table: Table) ->
                 wanted[0].pair.destination.tp if name in SLOW else ranks,
             )
         # Importing torch takes seconds, here as in the daemons.
-        await asyncio.gather(stage.ready(), asyncio.to_thread(lambda: table.head(_machine(gpus))))
+        await asyncio.gather(stage.ready(), asyncio.to_thread(lambda: table.head(machine(gpus))))
         with table.failing("raw", "all of it"):
             gpu_raw.measure(every[0], gpus, table)
         for way in stage.ways:

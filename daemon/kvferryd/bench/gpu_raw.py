@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -23,40 +24,52 @@ CEILING_REPEATS, CONTIGUOUS_REPEATS, PERMUTED_REPEATS, WARM_UP = 9, 7, 4, 1
 CEILING, DEFAULTS, BEST = "plain copy, the ceiling", "NIXL, defaults", "NIXL, best knobs"
 
 
-def measure(case: Case, gpus: tuple[cuda.Device, ...], table: Table) -> None:
-    """Add a row each; `case` is the large request. Without GPUs all of it is host memory."""
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The memory of a process of its own, as it was `told`, and as much of ours. copy: median seconds of a plain copy
+    of so many bytes from there to here."""
+
+    told: dict[str, Any]
+    local: Span
+    copy: Callable[[int], float]
+
+
+@contextmanager
+def ends(gpus: Sequence[cuda.Device], nbytes: int) -> Iterator[Ends]:
+    """The source is on the first GPU, we are on the last; without GPUs all of it is host memory."""
     os.environ.setdefault("UCX_CUDA_IPC_CACHE", "y")  # as UCX comes; our daemons, which run by now, do without
     with ExitStack() as stack:
-        source, destination = case.pair.sources()[0], case.pair.destinations()[0]
         if gpus:
-            told = stack.enter_context(target(f"cuda:{gpus[0].index}", source.nbytes))
-            local = stack.enter_context(_gpu_memory(gpus[-1], destination.nbytes))
+            told = stack.enter_context(target(f"cuda:{gpus[0].index}", nbytes))
+            local = stack.enter_context(_gpu_memory(gpus[-1], nbytes))
             stack.enter_context(gpus[-1])  # UCX finds its GPU by the current context
+            yield Ends(told, local, lambda size: _copied(gpus[-1], bytes.fromhex(told["handle"]), local, size))
         else:
-            remote, room = (stack.enter_context(closing(memfd_region(m.nbytes))) for m in (source, destination))
+            remote, room = (stack.enter_context(closing(memfd_region(nbytes))) for _ in range(2))
             remote.populate()
             room.populate()
-            told, local = (
-                stack.enter_context(target(remote.path, source.nbytes)),
-                Span(room.address, room.nbytes, "host"),
-            )
+            told = stack.enter_context(target(remote.path, nbytes))
+            local = Span(room.address, room.nbytes, "host")
+            yield Ends(told, local, lambda size: _copied_on_host(remote.array(), room.array(), size))
+
+
+def measure(case: Case, gpus: tuple[cuda.Device, ...], table: Table) -> None:
+    """Add a row each; `case` is the large request, between caches of one size."""
+    with ends(gpus, case.pair.sources()[0].nbytes) as between:
         with table.failing(CEILING, "contiguous"):
-            if gpus:
-                seconds = _copied(gpus[-1], bytes.fromhex(told["handle"]), local, case.nbytes)
-            else:
-                seconds = _copied_on_host(remote.array(), room.array(), case.nbytes)
+            seconds = between.copy(case.nbytes)
             table.ceiling = case.nbytes / seconds
             table.add(Row(CEILING, "contiguous", case.nbytes, seconds, seconds, repeats=CEILING_REPEATS, path="copy"))
         for name, best in ((DEFAULTS, False), (BEST, True)):
             with table.failing(name, "all of it"):
-                _nixl(name, best, told, local, case, table)
+                _nixl(name, best, between, case, table)
 
 
-def _nixl(name: str, best: bool, told: dict[str, Any], local: Span, case: Case, table: Table) -> None:
+def _nixl(name: str, best: bool, between: Ends, case: Case, table: Table) -> None:
     """In a function of its own: the agent ends with it, before the memory."""
     # 8 KiB: what one block of 16 tokens with 2 heads of 128 is in one row.
     run_nbytes = case.pair.source.block * case.pair.model.token_nbytes // case.pair.model.rows
-    with connected(_agent(best), told, local) as pair:
+    with connected(_agent(best), between.told, between.local) as pair:
         for what, permuted, repeats in (
             ("contiguous blocks", False, CONTIGUOUS_REPEATS), (case.name, True, PERMUTED_REPEATS)
         ):  # fmt: skip

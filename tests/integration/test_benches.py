@@ -1,0 +1,74 @@
+"""The benches that replay other people's rules, small and real: they run to their end, and every byte arrives.
+
+`conversation_trace.jsonl` has the first 60 requests of the conversation trace of Mooncake (FAST 2025 release,
+github.com/kvcache-ai/Mooncake, Apache-2.0), without output_length and hash_ids.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.errors import KvferryError
+from kvferryd import bench
+from kvferryd.bench import trace
+
+TRACE = Path(__file__).with_name("conversation_trace.jsonl")
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    """The table of a bench: one dict for each line behind its head."""
+    head, _, *lines = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    )
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
+def test_a_trace_is_replayed_beside_an_ideal_link(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["trace", str(TRACE), "--device", "cpu", "--speed", "10", "20", "--seconds", "1"]) == 0
+    said = capsys.readouterr().out
+    assert (whole := re.search(r"([\d,]+) whole blocks hold what the source published", said))
+    assert int(whole[1].replace(",", "")) > 1000
+    every = trace.read(TRACE, seed=67)
+    for speed, row in zip((10, 20), rows(said), strict=True):
+        assert row["speed"] == str(speed)
+        assert row["requests"] == str(sum(each.at_s < speed for each in every))
+        assert row["failed"] == "0"
+        assert float(row["shared link p50"]) > 0
+
+
+def test_arrivals_lie_in_their_batch_and_come_from_the_seed() -> None:
+    one, same, other = (trace.read(TRACE, seed) for seed in (1, 1, 2))
+    assert one == same != other
+    assert min(one).at_s >= 0
+    first = [each for each in one if each.size in (6758, 7322, 7236)]
+    assert all(each.at_s < trace.BATCH_S for each in first)
+    assert trace.faster(one, 2, 1e9) == [trace.Arrival(each.at_s / 2, each.size) for each in one]
+
+
+def test_a_shared_link_gives_each_its_part() -> None:
+    arrivals = [trace.Arrival(0.0, 100), trace.Arrival(0.5, 25), trace.Arrival(10.0, 50)]
+    # Alone until 0.5 (50 bytes), then half of 100 a second each: the second ends at 1.0, the first at 1.25.
+    assert trace.shared(arrivals, 100.0) == pytest.approx([1.25, 0.5, 0.5])
+    assert trace.one_by_one(arrivals, 100.0) == pytest.approx([1.0, 0.75, 0.5])
+
+
+def test_both_links_are_busy_for_as_long() -> None:
+    rng = np.random.default_rng(3)
+    at_s, sizes = np.sort(rng.uniform(0, 90, 200)).tolist(), rng.integers(1, 100, 200).tolist()
+    arrivals = [trace.Arrival(*each) for each in zip(at_s, sizes, strict=True)]
+    ends = [
+        max(each.at_s + s for each, s in zip(arrivals, link(arrivals, 100.0), strict=True))
+        for link in (trace.shared, trace.one_by_one)
+    ]
+    assert ends[0] == pytest.approx(ends[1])
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "no.jsonl").write_text('{"timestamp": 0}\n')
+    with pytest.raises(KvferryError, match="cannot be read") as caught:
+        trace.read(path, 0)
+    assert caught.value.code == "malformed"
