@@ -471,7 +471,7 @@ class Ferry:
         if self.certificates is not None:
             for name, expires_at in self.certificates.current().expires.items():
                 metrics.certificates.labels(name).set(expires_at)
-        unmatched = [each.created_at for each in self.jobs if each.state is schemas.TransferState.WAITING]
+        unmatched = [each.course.created_at for each in self.jobs if each.state is schemas.TransferState.WAITING]
         metrics.queue_age.set(max(0.0, time.time() - min(unmatched)) if unmatched else 0)
         metrics.peers.set(sum(len(peer.ranks) for peer in self.peers_known))
         metrics.peers_failing.set(len(self._silent()))

@@ -69,7 +69,7 @@ def of_any(effects: list[Any], requests: Requests, event: Any) -> list[Any]:
 
 
 def at_once(requests: Requests, part: Part) -> list[Any]:
-    return [] if part.at.rank or part.led else [e.HandOn(part.number)]
+    return [] if part.at.rank or part.led else [e.HandOn(part.number, part.brought or {})]
 
 
 def also_the_numbered(parts: Parts, key: Any) -> Part | None:

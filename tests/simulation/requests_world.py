@@ -242,10 +242,10 @@ class World:
                 job = at.jobs[part] = Job(part, where.key(request_id), attempt, self.now + DEADLINE_S)
                 if attempt in at.dead[job.key]:
                     raise Violation("an attempt that is over begins anew", f"{attempt}")
-            case e.TakeOrder(part, order, brought, handed):
+            case e.TakeOrder(part, order, handed):
                 assert isinstance(order, Order)
                 job = at.jobs[part]
-                job.order, job.handed, job.brought = order, handed, dict(brought)  # type: ignore[arg-type]
+                job.order, job.handed = order, handed
                 job.deadline = order.deadline or job.deadline
                 if order.number not in (0, job.attempt.number):
                     raise Violation("an order in another attempt than it names")
@@ -254,8 +254,9 @@ class World:
                 at.jobs[part].order = order
             case e.TakeReservation(part, attempt, reservation):
                 self._take_reservation(at, at.jobs[part], attempt, reservation)
-            case e.HandOn(part):
+            case e.HandOn(part, brought):
                 job = at.jobs[part]
+                job.brought = dict(brought)  # type: ignore[arg-type]
                 if at.rank or job.shares or not job.reserved or job.order is None:
                     raise Violation("an order is handed on that is not to be")
                 others = tuple(range(1, self.of))

@@ -25,7 +25,6 @@ from kvferryd.api import callers
 from kvferryd.paths import move
 from kvferryd.peers import peer, reader_stream
 from kvferryd.staging import share
-from kvferryd.transfers.order import Reservation
 from kvferryd.transfers.transfer import Transfer
 
 MAPPINGS = (dict, Cache, WeakKeyDictionary, WeakValueDictionary, types.MappingProxyType)
@@ -101,6 +100,7 @@ UNDER_WAY: dict[str, Row] = {
     "transfers over that hold more than a record": lambda kept: 0,
     "users of peers": lambda kept: kept.going_on,
     "Ranks._led": lambda kept: kept.going_on,
+    "_Led.brought": lambda kept: kept.ranks * kept("Ranks._led"),
     "_Led.calls": lambda kept: kept.ranks * kept("Ranks._led"),
     "Ranks._telling": lambda kept: kept("Leader._tells"),
     "Leader._led": lambda kept: kept.going_on,
@@ -111,10 +111,9 @@ UNDER_WAY: dict[str, Row] = {
     "Reservation.blocks": lambda kept: kept.going_on,
     "_Claim.blocks": lambda kept: kept("Claims._held"),
     "Reservation.tables": lambda kept: kept.going_on,
-    "Transfer._flights": lambda kept: 64 * kept.going_on,
-    "Transfer._readers": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "Transfer._read": lambda kept: kept.ranks * (kept("Transfers._by_id") + kept("Notes._notes")),
-    "Transfer._arisen": lambda kept: 0,
+    "Work._flights": lambda kept: 64 * kept.going_on,
+    "Work._readers": lambda kept: kept.ranks * kept("Transfers._by_id"),
+    "Work._arisen": lambda kept: 0,
     "Progress.readings": lambda kept: kept.ranks * kept.going_on,
     "Progress._awaited": lambda kept: kept.ranks * kept.going_on,
     "Met.read": lambda kept: 0,
@@ -193,7 +192,7 @@ UNDER_WAY: dict[str, Row] = {
     ),
 }  # fmt: skip
 """Collections of what is under way: nothing is left in them when nothing is."""
-OF_SEVERAL_RANKS = {"_Led.calls", "_Led.ranks"}
+OF_SEVERAL_RANKS = {"_Led.brought", "_Led.calls", "_Led.ranks"}
 """Rows of engines of several ranks alone, as the worlds of seeded.py have."""
 TASKS = (
     "._after",
@@ -225,9 +224,8 @@ REMEMBERED: dict[str, Row] = {
     "Parts._by_number": lambda kept: kept("Transfers._by_id"),
     "Parts._current": lambda kept: kept("Transfers._by_id"),
     "Parts._ended": lambda kept: kept("Transfers._by_id"),
-    "Transfer.brought": lambda kept: kept.ranks * kept("Transfers._by_id"),
     "Transfer.ranks": lambda kept: kept.ranks * kept("Transfers._by_id"),
-    "Phases.ms": lambda kept: 16 * kept("Transfers._by_id"),
+    "Course.ms": lambda kept: 16 * kept("Transfers._by_id"),
     "Claims._holders": lambda kept: len(kept.engine.manifest.groups),
     "Ranks._open": lambda kept: kept.ranks,
     # the source's side
@@ -291,11 +289,7 @@ REMEMBERED: dict[str, Row] = {
 
 
 def _holds_more(transfer: Transfer) -> bool:
-    reserved = transfer.reservation, *transfer.brought.values()
-    held = transfer._flights, transfer._peer, transfer._readers, transfer.metadata, transfer._task, transfer._timeout
-    return (
-        isinstance(transfer._machine, Progress) or any(isinstance(each, Reservation) for each in reserved) or any(held)
-    )
+    return transfer.work is not None or isinstance(transfer.read, Progress)
 
 
 def _size(each: Any) -> int:

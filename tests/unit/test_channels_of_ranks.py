@@ -175,7 +175,7 @@ async def test_a_rank_that_was_away_is_dialled_once_when_it_is_back(monkeypatch:
         return True
 
     ours = channels.Channels(Config())
-    ranks, (server, port) = Ranks(Config(), ours, "instance", {}), await serve()
+    ranks, (server, port) = Ranks(Config(), ours, "instance", {}, lambda it: None), await serve()
     address = f"127.0.0.1:{port}"
     engine = first_of(address)
     assert await told()

@@ -276,4 +276,4 @@ def test_a_deadline_says_that_rank_0_has_not_said_which_lease_it_reads(ranks: Ra
     transfer = ranks.own(1)
     ranks.world.run(5000)
     assert transfer.state is TransferState.VERIFYING
-    assert "while waiting for rank 0 of the same engine to say which lease it reads" in transfer._late().message
+    assert "while waiting for rank 0 of the same engine to say which lease it reads" in transfer.work._late().message

@@ -20,7 +20,6 @@ from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers import reader_stream
-from kvferryd.peers.introduce import reader_of
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.roster import Roster, Seed
@@ -61,7 +60,7 @@ async def test_streams_to_all_peers_end_together(monkeypatch: pytest.MonkeyPatch
 
     async def shake(engine: Engine, name: str, address: str, *_: object) -> PeerEngine:
         manifest = cache(*attention(), engine=name)
-        opening = peer_pb2.ReadOpening(reader=reader_of(engine, name))
+        opening = peer_pb2.ReadOpening(reader=engine.as_reader(name))
         rank = PeerRank(peers.channels.open(address), manifest, 1, "", "a", b"", {}, opening)
         assert not rank.stream.over
         return PeerEngine(name, "1", {0: rank}, plan([manifest], manifest), engine, defaultdict(float))

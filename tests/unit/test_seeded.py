@@ -24,6 +24,7 @@ from kvferryd.observe.metrics import Metrics
 from kvferryd.paths.source import SourceReader
 from kvferryd.peers.peers import Peers
 from kvferryd.transfers.transfer import Transfer
+from kvferryd.transfers.work import Work
 
 SEED = int(os.environ["STEPWISE_SEED"])
 RUNS = 20
@@ -67,12 +68,12 @@ def breaks(*_: Any, **__: Any) -> None:
     raise RuntimeError("broken on purpose")
 
 
-end = Transfer._end
+end = Work._end
 
 
-def quiet_at_the_end(transfer: Transfer, *how: Any) -> None:
-    transfer._be_quiet()
-    end(transfer, *how)
+def quiet_at_the_end(work: Work, *how: Any) -> None:
+    work._of.quiet.set()
+    end(work, *how)
 
 
 def by_one_rank(lease: Lease) -> bool:
@@ -94,17 +95,11 @@ PLANTED = [
     (
         "a transfer that is over keeps its tables",
         Transfer,
-        "_let_go",
+        "let_go",
         nothing,
         "more than may be kept: transfers over that hold more than a record",
     ),
-    (
-        "blocks are called quiet at the end",
-        Transfer,
-        "_end",
-        quiet_at_the_end,
-        "a block is written that is not claimed",
-    ),
+    ("blocks are called quiet at the end", Work, "_end", quiet_at_the_end, "a block is written that is not claimed"),
     ("a note of an end breaks", Metrics, "transfer_ended", breaks, "inside a daemon a note broke"),
     ("nobody is told that a drain is over", Ferry, "drain", for_ever, "who waits for a drain is not answered"),
     ("a daemon does not close", Ferry, "close", for_ever, "a daemon does not stop"),

@@ -125,9 +125,9 @@ def test_an_engine_is_told_which_tokens_have_come(pair: Pair, way: str) -> None:
     pair.source.publish("r", range(2))
     tokens = [it.memory.reshape(2, BLOCKS * SLOTS, -1) for it in (pair.source, pair.reader)]
     before = tokens[1].copy()
-    transfer = pair.receive(range(2), way, tokens=(1, 4))
+    pair.receive(range(2), way, tokens=(1, 4))
     pair.world.run()
-    told = transfer.event().transfer_ended
+    told = pair.reader.engine.session.events.pop().transfer_ended
     assert (told.state, told.tokens.start, told.tokens.stop) == (TransferState.DONE, 1, 4)
     assert told.nbytes == tokens[0][:, 1:4].nbytes
     assert np.array_equal(tokens[0][:, 1:4], tokens[1][:, 1:4])

@@ -28,7 +28,8 @@ from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peers import Peers
 from kvferryd.transfers.order import Order
 from kvferryd.transfers.record import json_of
-from kvferryd.transfers.transfer import Surroundings, Transfer
+from kvferryd.transfers.transfer import Transfer
+from kvferryd.transfers.work import Surroundings
 from kvferryd.transport.agent import Agent
 
 
@@ -73,9 +74,8 @@ def an_engine() -> Engine:
 async def test_the_deadline_counts_from_the_order_unless_the_engine_alone_gave_one() -> None:
     config, engine, loop = Config(), an_engine(), asyncio.get_running_loop()
     around = Surroundings(
-        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda it: None,
-        lambda work: work.close(),
-    )  # fmt: skip
+        config, Peers(config, Metrics()), lambda it, _: None, lambda it: None, lambda work: work.close()
+    )
     for of_engine, of_order in ((None, None), (None, 5.0), (5.0, None), (5.0, 7.0)):
         transfer = Transfer(engine, "r", Attempt(1), around, of_engine)
         reserved_until, ordered_at = transfer.deadline, loop.time()
@@ -94,9 +94,8 @@ async def test_a_transfer_that_is_stopped_before_its_first_step_still_ends() -> 
     engine = an_engine()
     ended: list[Transfer] = []
     around = Surroundings(
-        config, Peers(config, metrics), lambda it, _: ended.append(it), ended.append, lambda it: None,
-        lambda work: work.close(),
-    )  # fmt: skip
+        config, Peers(config, metrics), lambda it, _: ended.append(it), lambda it: None, lambda work: work.close()
+    )
     transfer = Transfer(engine, "r", Attempt(1), around)
     transfer.stop(T.ABORTED, KvferryError("aborted", "at once"))
     async with asyncio.timeout(60):

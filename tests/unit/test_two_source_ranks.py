@@ -238,7 +238,7 @@ def test_an_end_whose_step_fails_does_all_others(
     left = two.reader.ferry.jobs.left
     owner = {
         "close_reading": ReaderStream, "leave": Peers, "release": Claims, "tell": type(two.reader.engine.session),
-        "on_end": transfer._around, "on_quiet": transfer._around,
+        "on_end": transfer.work._around, "on_quiet": transfer.work._around,
     }[failing]  # fmt: skip
     whole, calls = getattr(owner, failing), []
 
@@ -251,7 +251,7 @@ def test_an_end_whose_step_fails_does_all_others(
     if isinstance(owner, type):
         monkeypatch.setattr(owner, failing, broken)
     else:
-        transfer._around = dataclasses.replace(owner, **{failing: broken})
+        transfer.work._around = dataclasses.replace(owner, **{failing: broken})
     if done:
         two.publish("r", blocks)
     else:

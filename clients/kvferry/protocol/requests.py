@@ -198,7 +198,7 @@ class Requests:
                 effects += self._supersede(self.parts.in_vain(key, attempt), attempt)
                 self.parts.wait(found)
         found.order, found.handed = event.order, True
-        effects.append(e.TakeOrder(found.number, event.order, {}, handed=True))
+        effects.append(e.TakeOrder(found.number, event.order, handed=True))
         if not found.reserved:
             effects.append(e.Meet(found.number))
         return [*effects, e.Taken(found.number)]
@@ -222,14 +222,14 @@ class Requests:
 
     def _take_order(self, part: Part, order: e.Order, brought: Mapping[int, object] | None = None) -> Effects:
         part.order, part.brought = order, brought
-        return [e.TakeOrder(part.number, order, brought or {}), *self._hand_on(part)]
+        return [e.TakeOrder(part.number, order), *self._hand_on(part)]
 
     def _hand_on(self, part: Part) -> Effects:
         """Rank 0 hands an order on as soon as its own reservation says which attempt it is of."""
         if part.at.rank or part.led or not self.parts.is_newest(part):
             return []
         part.led = True
-        return [e.HandOn(part.number)]
+        return [e.HandOn(part.number, part.brought or {})]
 
     def _check_room(self, closed: KvferryError | None) -> None:
         if closed is not None:

@@ -206,11 +206,10 @@ class Begin:
 
 @frozen
 class TakeOrder:
-    """brought: with it. handed: by rank 0."""
+    """handed: by rank 0."""
 
     part: int
     order: Order
-    brought: Mapping[int, object]
     handed: bool = False
 
 
@@ -246,9 +245,10 @@ class Meet:
 
 @frozen
 class HandOn:
-    """Hand the order on to the other ranks, with the attempt's number."""
+    """Hand the order on to the other ranks, with the attempt's number, and to each what came with it for that rank."""
 
     part: int
+    brought: Mapping[int, object]
 
 
 @frozen

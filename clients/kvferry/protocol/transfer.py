@@ -118,8 +118,13 @@ class Progress:
         return next((each.seen.metadata for each in self.readings.values() if each.seen.metadata), b"")
 
     @property
+    def tokens(self) -> t.Range | None:
+        """Those that were read, once it is done."""
+        return self.do.tokens if isinstance(self.do, t.Finish) else None
+
+    @property
     def past(self) -> t.Past:
-        return t.Past(self.lease, self.nbytes, self.announced)
+        return t.Past(self.lease, self.nbytes, self.tokens, self.announced)
 
     @property
     def awaits_publish(self) -> bool:

@@ -177,6 +177,7 @@ class Past:
 
     lease: LeaseId | None
     nbytes: int
+    tokens: Range | None
     announced: bool
 
 

@@ -15,7 +15,7 @@ from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
 from kvferry.protocol.values import Account
-from kvferry.v1 import layout_pb2
+from kvferry.v1 import layout_pb2, peer_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd.aio import beside
 from kvferryd.config import Config
@@ -111,6 +111,10 @@ class Engine:
     def reader_key(self, source: str) -> bytes:
         """The key by which `source` knows all ranks of this engine as one reader. Each source is given another."""
         return _reader_key(self.roster_key or self._alone, source)
+
+    def as_reader(self, source: str) -> peer_pb2.Reader:
+        """The reader that this rank is to engine `source`."""
+        return peer_pb2.Reader(**self.session.rank._asdict(), key=self.reader_key(source))
 
     def set_members(
         self, members: dict[int, str], instances: dict[int, str], draining: frozenset[int] = frozenset()

@@ -9,8 +9,7 @@ from __future__ import annotations
 from kvferry.errors import Conflict
 from kvferryd.aio import beside
 from kvferryd.engine import Engine
-from kvferryd.paths.direct import Direct
-from kvferryd.paths.mapped import Mapped
+from kvferryd.paths.direct import Direct, Mapped
 from kvferryd.paths.move import Flight, Move, Moved, PathName
 from kvferryd.paths.staged import Staged
 from kvferryd.peers.peer import PeerEngine

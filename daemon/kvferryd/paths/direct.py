@@ -1,4 +1,5 @@
-"""Direct: every run is one NIXL descriptor."""
+"""The paths without a staging arena. Direct: every run is one NIXL descriptor. Mapped: one kernel on this GPU reads the
+peer's memory and writes ours, in a single pass."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from kvferry.errors import Conflict
 from kvferryd.aio import all_done, beside
-from kvferryd.copy import zeros
+from kvferryd.copy import Batch, mapped, moves, zeros
 from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName
 from kvferryd.peers.peer import PeerEngine
@@ -20,6 +21,30 @@ MOST_RUNS = 1 << 23
 """The most runs of a move: each takes some 70 bytes of rows, and 2 to 5 us where it is short."""
 Rows = tuple[str, Descriptors, Descriptors, str, str]
 """A read: the source's agent, local and remote rows of equal lengths, and the type of memory of each."""
+
+
+class Mapped:
+    name = PathName.MAPPED
+
+    def refusal(self, engine: Engine, peer: PeerEngine) -> str:
+        if engine.strict:
+            return "this daemon is strict"
+        return next((f"rank {rank}: {why}" for rank, why in peer.unmapped.items()), "")
+
+    async def move(self, move: Move) -> Moved:
+        runner = move.engine.runner
+        assert runner is not None
+        sources = move.peer.mapped_addresses()
+        own = move.engine.addresses
+        bound = move.bound
+
+        def batches() -> list[Batch]:
+            return mapped(moves(bound), sources, own) + zeros(bound.left, runner.zeros, own)
+
+        copy = runner.start(bound.nbytes + bound.left.nbytes, batches, move.priority, runner.programs)
+        move.flights.append(copy)
+        await copy.done
+        return Moved(move.ranks)
 
 
 class Direct:

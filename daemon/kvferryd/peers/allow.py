@@ -34,14 +34,18 @@ def check(address: str, allowed: Sequence[str]) -> None:
     A literal IP is matched by CIDR and IP entries only, a name by name entries only: a name that resolves to an
     allowed IP is not thereby allowed, nor the other way round.
     """
-    if not admits(split(address)[0], tuple(allowed)):
+    _check(address, tuple(allowed))
+
+
+@functools.lru_cache(maxsize=4096)  # every order asks, and there are few addresses
+def _check(address: str, allowed: tuple[str, ...]) -> None:
+    if not admits(split(address)[0], allowed):
         raise Forbidden(
             "address_not_allowed", f"this daemon may not speak to {address}", field="address", value=address,
             remedy="add it to allow_peers (CIDR, IP or host pattern) if it is a daemon of yours",
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)  # every order asks, and there are few addresses
 def admits(host: str, allowed: tuple[str, ...]) -> bool:
     """Whether an entry admits this host: as of `check`."""
     try:

@@ -106,19 +106,14 @@ def _rank(
     for region in manifest.regions if regions or staging is None else ():
         if region.id not in regions or regions[region.id].nbytes < region.nbytes:
             raise wrong(f"gave no address for region {region.id}", "regions", region.id)
-    reader = reader_of(engine, engine_id)
     opening = peer_pb2.ReadOpening(
-        engine_id=engine_id, epoch=manifest.epoch, reader=reader, several=True, agent_name=reply.agent_name
-    )
+        engine_id=engine_id, epoch=manifest.epoch, reader=engine.as_reader(engine_id), several=True,
+        agent_name=reply.agent_name,
+    )  # fmt: skip
     told = reply.protocol, reply.version, reply.agent_name, reply.agent_metadata
     slow = any(region.slow for region in reply.regions)
     listens = shorten(", ".join(reply.ucx), LONGEST)
     return PeerRank(channel, manifest, *told, regions, opening, staging, slow, reply.several, listens)
-
-
-def reader_of(engine: Engine, source: str) -> peer_pb2.Reader:
-    """The reader that our engine is to engine `source`."""
-    return peer_pb2.Reader(**engine.session.rank._asdict(), key=engine.reader_key(source))
 
 
 def _span(told: peer_pb2.RegionAddress | peer_pb2.Staging) -> Span:

@@ -61,7 +61,7 @@ class Book:
 
     def over(self, transfer: Transfer) -> None:
         self._overs += 1
-        transfer.over_number, transfer.over_at = self._overs, time.time()
+        transfer.over_number, transfer.course.over_at = self._overs, time.time()
         transfer.wake()
 
     def forget(self, part: int) -> None:

@@ -36,7 +36,8 @@ def said(body: type[B], json: bytes) -> B:
         raise Conflict("protocol", why, field="order", remedy="run one version of kvferry on all ranks") from None
 
 
-def order_request(transfer: Transfer, engine: Engine, rank: int, leader: str) -> peer_pb2.OrderRequest:
+def order_request(transfer: Transfer, engine: Engine, brought: object | None, leader: str) -> peer_pb2.OrderRequest:
+    """brought: the reservation of the rank that is asked, where the router's order has brought it."""
     order = transfer.order
     assert order is not None
     left_s = transfer.deadline - asyncio.get_running_loop().time()
@@ -56,11 +57,10 @@ def order_request(transfer: Transfer, engine: Engine, rank: int, leader: str) ->
         key=engine.roster_key,
         leader=leader,
     )
-    reservation = transfer.brought.get(rank)
-    if isinstance(reservation, Reservation):
-        request.tables.CopyFrom(tables_to_proto(reservation.tables))
-        if reservation.tokens is not None:
-            start, stop = reservation.tokens
+    if isinstance(brought, Reservation):
+        request.tables.CopyFrom(tables_to_proto(brought.tables))
+        if brought.tokens is not None:
+            start, stop = brought.tokens
             request.tokens.CopyFrom(layout_pb2.TokenRange(start=start, stop=stop))
     return request
 

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field, replace
 from pydantic import ValidationError
 
 from kvferry.errors import Malformed, first_breach, shorten
-from kvferry.manifest import Manifest
+from kvferry.manifest import Group, Manifest
 from kvferry.protocol.attempts import Attempt
+from kvferry.protocol.claims import Blocks
 from kvferry.schemas import DestinationBody, OrderBody, SourceBody
-from kvferry.tables import Tables, tables_from_json
+from kvferry.tables import BlockIds, BlockTable, Tables, tables_from_json
 from kvferry.v1 import engine_pb2, peer_pb2
 from kvferry.wire import tables_from_proto
 from kvferryd.check import check_destination, check_number, check_seconds, check_way
 from kvferryd.observe.logs import UNTRACED, Trace
 from kvferryd.peers import allow
+from kvferryd.plan.segments import local_tokens
 
 MAX_BY = 64
 """Characters of a daemon's instance."""
@@ -86,8 +88,20 @@ class Reservation:
             why, remedy = "what the tokens leave of the blocks can only be zeroed if they are named", "name the tokens"
             raise Malformed("malformed_tables", why, field="zero", value=True, remedy=remedy)
 
+    def claimed(self, manifest: Manifest) -> Blocks:
+        """The blocks that tokens are written to; the tables have been checked."""
+        groups = {group.name: group for group in manifest.groups}
+        return {name: self._claimed(groups[name], table) for name, table in self.tables.items()}
+
+    def _claimed(self, group: Group, table: BlockTable) -> BlockIds:
+        """Blocks of a table before the token range may be shared, for example a cached prefix."""
+        if self.tokens is None or group.kind == "state":
+            return table.block_ids
+        start, stop = (max(0, local_tokens(group.token_shard, each) - table.first_token) for each in self.tokens)
+        return table.block_ids[start // group.block_size : -(-stop // group.block_size)]
+
     def past(self) -> Past:
-        """The reservation as it is kept once nothing can be written there any more."""
+        """The reservation as an order that may come again is known by."""
         said = hashlib.sha256(repr((self.tokens, self.digest, self.zero)).encode())
         for name, table in sorted(self.tables.items()):
             said.update(repr((name, table.first_token, len(table.block_ids))).encode())
@@ -97,7 +111,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A reservation whose transfer is over. It equals one of the same blocks, and has no block table, which may be of
+    """A reservation that came with an order. It equals one of the same blocks, and has no block table, which may be of
     megabytes."""
 
     name: bytes
@@ -106,9 +120,6 @@ class Past:
         if isinstance(other, Reservation):
             other = other.past()
         return isinstance(other, Past) and self.name == other.name
-
-    def past(self) -> Past:
-        return self
 
 
 def order_of(body: OrderBody, trace: Trace) -> Order:

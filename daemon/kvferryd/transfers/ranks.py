@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -33,14 +33,20 @@ LAST_S = 1.0
 class _Led:
     transfer: Transfer
     engine: Engine
+    brought: Mapping[int, object]
+    """Reservations that came with the order, by rank."""
     calls: Tasks = field(default_factory=Tasks)
 
 
 class Ranks:
     """Speaks to the daemons of the other ranks, within the deadline of the transfer. Owns its tasks: `close` it."""
 
-    def __init__(self, config: Config, channels: Channels, instance: str, engines: Mapping[int, Engine]) -> None:
-        """engines: by life."""
+    def __init__(
+        self, config: Config, channels: Channels, instance: str, engines: Mapping[int, Engine],
+        on_over: Callable[[Transfer], None],
+    ) -> None:  # fmt: skip
+        """engines: by life. on_over: called when another rank's part has ended, and all have."""
+        self._on_over = on_over
         self._config, self._channels, self._instance, self._engines = config, channels, instance, engines
         self._machine = Leader()
         self._led: dict[int, _Led] = {}
@@ -51,13 +57,13 @@ class Ranks:
         self._open: dict[Engine, dict[str, Channel]] = {}
         """Channels to the ranks of an engine, by address: they stay open, since every order needs them at once."""
 
-    def hand_on(self, transfer: Transfer, engine: Engine, at: ReadingRank) -> None:
+    def hand_on(self, transfer: Transfer, engine: Engine, at: ReadingRank, brought: Mapping[int, object]) -> None:
         """Hand the transfer's order to all other ranks, and keep how far they are until they have ended."""
         others = tuple(rank for rank in range(engine.world_size) if rank != engine.rank)
         if others:
             for rank in others:
                 transfer.ranks[rank] = RankTransfer(rank=rank, state=TransferState.WAITING)
-            self._led[transfer.part] = _Led(transfer, engine)
+            self._led[transfer.part] = _Led(transfer, engine, brought)
             self._on(e.Lead(transfer.part, at, transfer.request_id, transfer.attempt, others, transfer.deadline))
 
     def give_up(self, transfer: Transfer) -> None:
@@ -71,6 +77,11 @@ class Ranks:
         others = tuple(rank for rank in range(engine.world_size) if rank != engine.rank)
         until = asyncio.get_running_loop().time() + self._config.deadline_s
         self._on(e.Refused(e.End(at, request_id, attempt, why.code, failed=True), others, until))
+
+    def _set(self, transfer: Transfer, share: RankTransfer) -> None:
+        transfer.set_rank(share)
+        if transfer.over:
+            self._on_over(transfer)
 
     # ---- the machine ----
 
@@ -94,11 +105,12 @@ class Ranks:
                 aborted = why is None or why.code == "aborted"
                 state = TransferState.ABORTED if aborted else TransferState.FAILED
                 error = None if why is None else ErrorBody.of(why)
-                self._led[part].transfer.set_rank(RankTransfer(rank=rank, state=state, error=error))
+                self._set(self._led[part].transfer, RankTransfer(rank=rank, state=state, error=error))
             case e.Late(part, rank):
                 led = self._led[part]
                 late = _late(led.transfer.ranks[rank], led.engine.members.get(rank, "an unknown address"))
-                led.transfer.set_rank(RankTransfer(rank=rank, state=TransferState.FAILED, error=ErrorBody.of(late)))
+                error = ErrorBody.of(late)
+                self._set(led.transfer, RankTransfer(rank=rank, state=TransferState.FAILED, error=error))
             case e.StopOwn(part, rank, code):
                 self._led[part].transfer.stop(*_because_of(rank, code))
             case e.Tell(tell, rank, end, seconds):
@@ -217,13 +229,13 @@ class Ranks:
 
     async def _hear(self, part: int, rank: int, led: _Led, address: str) -> None:
         """Raises KvferryError, of LOST where the rank cannot be reached."""
-        request = order_request(led.transfer, led.engine, rank, self._instance)
+        request = order_request(led.transfer, led.engine, led.brought.get(rank), self._instance)
         async with self._asking(led.engine, address) as stub:
             call = stub.Order(_as_leader(request, led.transfer))
             try:
                 async for reply in call:
                     share = rank_transfer(reply, rank, address)
-                    led.transfer.set_rank(share)
+                    self._set(led.transfer, share)
                     if share.state.ended:  # even if the stream breaks
                         code = share.error.code if share.error else share.state.value
                         self._on(e.Heard(part, rank, share.state is TransferState.DONE, code))

@@ -15,20 +15,20 @@ GIVEN = frozenset({Awaited.ORDER, Awaited.RESERVATION, Awaited.PUBLISH})
 
 def share_of(transfer: Transfer) -> RankTransfer:
     """This rank's part, as it stands."""
-    phases, path = transfer.phases, transfer.path
-    moving_ms = phases.ms.get("moving", 0.0)
+    course, path = transfer.course, transfer.course.path
+    moving_ms = course.ms.get("moving", 0.0)
     return RankTransfer(
         rank=transfer.own.rank,
         state=transfer.state,
         bytes=transfer.nbytes,
-        descriptors=transfer.descriptors,
+        descriptors=course.descriptors,
         path=path.value if path else "",
         transport=path.transport if path else "",
-        phases_ms=phases.told(transfer.late_half),
+        phases_ms=course.told(),
         bytes_per_s=round(1e3 * transfer.nbytes / moving_ms) if moving_ms else 0.0,
-        took_ms=phases.took_ms if transfer.state.ended else None,
+        took_ms=course.took_ms if transfer.state.ended else None,
         waits_for=transfer.waits_for,
-        waits=transfer.waits.told(transfer.created_at, phases.began),
+        waits=course.waits.told(course.created_at, course.began),
         error=ErrorBody.of(transfer.problem) if transfer.problem else None,
     )
 
@@ -37,7 +37,7 @@ def record_of(transfer: Transfer) -> TransferRecord:
     own = share_of(transfer)
     ranks = sorted([own, *transfer.ranks.values()], key=lambda share: share.rank)
     slowest = min(ranks, key=_lead)
-    waited = longest(slowest, own, transfer.created_at)
+    waited = longest(slowest, own, transfer.course.created_at)
     return TransferRecord(
         transfer_id=transfer.transfer_id,
         request_id=transfer.request_id,
@@ -60,8 +60,8 @@ def record_of(transfer: Transfer) -> TransferRecord:
         why_slow=why_slow(transfer, waited, slowest.rank),
         ranks=ranks,
         error=slowest.error or next((share.error for share in ranks if share.error), None),
-        created_at=transfer.created_at,
-        ended_at=transfer.over_at,
+        created_at=transfer.course.created_at,
+        ended_at=transfer.course.over_at,
     )
 
 
@@ -85,14 +85,14 @@ def began_of(transfer: Transfer) -> dict[str, object]:
         "state": TransferState.WAITING,
         "attempt": transfer.attempt.number,
         "slowest_rank": transfer.own.rank,
-        "created_at": transfer.created_at,
+        "created_at": transfer.course.created_at,
     }
 
 
 def json_of(transfer: Transfer) -> bytes:
     """The record as JSON. Kept until something changes: many may look at many records."""
-    made_of = transfer.changes, transfer.nbytes, transfer.waits_for, transfer.attempt, transfer.lease
-    if transfer.encoded[0] != made_of:
+    made_of = transfer.nbytes, transfer.waits_for, transfer.attempt, transfer.lease
+    if transfer.encoded is None or transfer.encoded[0] != made_of:
         transfer.encoded = made_of, record_of(transfer).model_dump_json().encode()
     return transfer.encoded[1]
 

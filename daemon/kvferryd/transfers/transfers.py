@@ -23,15 +23,14 @@ from kvferryd.observe import logs
 from kvferryd.observe.history import History
 from kvferryd.observe.metrics import Metrics
 from kvferryd.observe.spans import Spans
-from kvferryd.peers.introduce import reader_of
 from kvferryd.peers.peers import Peers
 from kvferryd.transfers.book import Book
-from kvferryd.transfers.claims import written
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import Ranks
 from kvferryd.transfers.record import GIVEN, began_of, json_of, share_of, why_slow
 from kvferryd.transfers.slow import Slow
-from kvferryd.transfers.transfer import Surroundings, Transfer
+from kvferryd.transfers.transfer import Transfer
+from kvferryd.transfers.work import Surroundings, Was
 
 log = logs.get(__name__)
 
@@ -51,9 +50,9 @@ class Transfers(Book):
         self._one_fewer = one_fewer
         self._engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
         """By life."""
-        self._ranks = Ranks(config, peers.channels, instance, self._engines)
+        self._ranks = Ranks(config, peers.channels, instance, self._engines, self._on_over)
         self._after = Tasks()
-        self._around = Surroundings(config, peers, self._on_end, self._on_over, self._on_quiet, self._after.spawn)
+        self._around = Surroundings(config, peers, self._on_end, self._on_quiet, self._after.spawn)
         self.requests = Requests(instance, Limits(config.max_transfers, config.history, config.order_tables))
         self._lives = itertools.count(1)
         self._ranks_of: WeakKeyDictionary[Engine, ReadingRank] = WeakKeyDictionary()
@@ -114,14 +113,12 @@ class Transfers(Book):
     def _do(self, effect: e.Effect) -> None:
         match effect:
             case e.Begin(part, at, request_id, attempt, deadline_s):
-                transfer = Transfer(self._engines[at.life], request_id, attempt, self._around, deadline_s)
-                transfer.part = part
+                transfer = Transfer(self._engines[at.life], request_id, attempt, self._around, deadline_s, part)
                 self.add(part, transfer)
-            case e.TakeOrder(part, order, brought, handed):
+            case e.TakeOrder(part, order, handed):
                 transfer, engine = self._with_engine(part)
                 assert isinstance(order, Order)
-                transfer.brought = brought  # type: ignore[assignment]  # Reservations
-                transfer.take_order(order, reader_of(engine, order.engine_id), handed=handed)
+                transfer.take_order(order, engine.as_reader(order.engine_id), handed=handed)
             case e.NameSource(part, order):
                 assert isinstance(order, Order)
                 self._by_part[part].order = order
@@ -137,8 +134,8 @@ class Transfers(Book):
                 transfer, engine = self._with_engine(part)
                 assert transfer.order is not None
                 self._after.spawn(self._meet(engine, transfer.order))
-            case e.HandOn(part):
-                self._ranks.hand_on(*self._with_engine(part), self.requests.parts[part].at)
+            case e.HandOn(part, brought):
+                self._ranks.hand_on(*self._with_engine(part), self.requests.parts[part].at, brought)
             case e.Stop(part, failed, why):
                 self._by_part[part].stop(TransferState.FAILED if failed else TransferState.ABORTED, why)
             case e.TellEnded(part):
@@ -225,7 +222,7 @@ class Transfers(Book):
             raise
 
     def _reservation(self, engine: Engine, reservation: Reservation) -> e.Reservation:
-        return e.Reservation(reservation, written(engine.manifest, reservation), engine.weights)
+        return e.Reservation(reservation, reservation.claimed(engine.manifest), engine.weights)
 
     async def _meet(self, engine: Engine, order: Order) -> None:
         """A fault here fails again when the peer is needed."""
@@ -269,22 +266,23 @@ class Transfers(Book):
 
     # ---- the end ----
 
-    def _on_end(self, transfer: Transfer, engine: Engine) -> None:
+    def _on_end(self, transfer: Transfer, read: list[Was]) -> None:
         if over := transfer.over:
             self._is_over(transfer)
         self._on(e.Ended(transfer.part, transfer.problem, over))
-        self._notes.add(functools.partial(self._note_end, transfer))
+        self._notes.add(functools.partial(self._note_end, transfer, read))
 
-    def _note_end(self, transfer: Transfer) -> None:
+    def _note_end(self, transfer: Transfer, read: list[Was]) -> None:
         share = share_of(transfer)
-        transfer.tell_sources(share)
+        transfer.tell_sources(share, read)
         source = transfer.order.engine_id if transfer.order else ""
         self._metrics.transfer_ended(share, source)
         self._history.ended(share, source)
         if self._spans is not None:
             self._spans.transfer(
-                share, transfer.request_id, transfer.created_at, transfer.trace, transfer_id=transfer.transfer_id,
-                engine_id=transfer.own.engine_id, source=source, attempt=transfer.attempt.number, lease=transfer.lease,
+                share, transfer.request_id, transfer.course.created_at, transfer.trace, source=source,
+                transfer_id=transfer.transfer_id, engine_id=transfer.own.engine_id, attempt=transfer.attempt.number,
+                lease=transfer.lease,
             )  # fmt: skip
         said = {name: value for name, value in vars(share).items() if name not in ("error", "waits")}
         write = log.info if transfer.problem is None else log.warning
@@ -312,7 +310,7 @@ class Transfers(Book):
             )  # fmt: skip
 
     def _on_over(self, transfer: Transfer) -> None:
-        if transfer.over and not transfer.over_number:
+        if not transfer.over_number:
             self._is_over(transfer)
             self._on(e.Over(transfer.part))
 

@@ -1,4 +1,4 @@
-"""Phases of a transfer, and the time of each."""
+"""How one rank's part of a transfer goes, in figures."""
 
 from __future__ import annotations
 
@@ -8,21 +8,34 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from kvferry.schemas import Awaited, TransferState
-from kvferryd.paths import Flight
+from kvferryd.paths import Flight, PathName
+from kvferryd.paths.move import Waits
 
 
-class Phases:
-    """Milliseconds of each state, of the waits in them, and of what moved the bytes. Times are monotonic."""
+class Course:
+    """Milliseconds of each state, of the waits in them, and of what moved the bytes. Times are monotonic, but for
+    `created_at` and `over_at`, which are Unix time."""
 
     def __init__(self) -> None:
+        self.created_at = time.time()
+        self.over_at: float | None = None
+        """All ranks' parts have ended."""
         self.ms: defaultdict[str, float] = defaultdict(float)
         self.began = self._state_began = time.monotonic()
         self.ordered_at = math.inf
         self.unpublished_since: float | None = None
         """Set while the source has nothing, or nothing more, to read."""
+        self.late_half = Awaited.ORDER
+        """The half that comes last."""
+        self.waits = Waits()
+        self.path: PathName | None = None
+        self.descriptors = 0
 
-    def order_came(self) -> None:
+    def order_came(self, *, reserved: bool) -> None:
+        """reserved: the other half is there."""
         self.ordered_at = time.monotonic()
+        if not reserved:
+            self.late_half = Awaited.RESERVATION
 
     def leave(self, state: TransferState) -> None:
         """The next state begins."""
@@ -60,9 +73,9 @@ class Phases:
         """From the order to the last state; 0 where none came."""
         return round(1e3 * max(0.0, self._state_began - self.ordered_at), 3)
 
-    def told(self, late_half: Awaited) -> dict[str, float]:
-        """With `waiting` as a whole, and what it was for."""
+    def told(self) -> dict[str, float]:
+        """The phases, with `waiting` as a whole and what it was for."""
         phases, unpublished = dict(self.ms), self.ms.get("waiting_publish", 0.0)
         if (half := phases.get("waiting")) is not None:
-            phases |= {f"waiting_{late_half.value}": half, "waiting": half + unpublished}
+            phases |= {f"waiting_{self.late_half.value}": half, "waiting": half + unpublished}
         return {name: round(ms, 3) for name, ms in phases.items()}
