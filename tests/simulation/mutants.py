@@ -30,8 +30,8 @@ SILENT = {"check", "sizes", "__str__", "__repr__"}
 CPU_S = 10.0
 """A run that takes longer hangs."""
 UNIT = (
-    "attempt_rules", "attempts_by_number", "bounds_of_all", "chunk_stream", "fences", "gather", "lease",
-    "machine_rules", "retired_by_halves", "roster_joinings", "served_stream", "states",
+    "attempt_rules", "bounds_of_all", "chunk_stream", "fences", "gather", "lease",
+    "machine_rules", "requests", "retired_by_halves", "roster_joinings", "served_stream", "states",
 )  # fmt: skip
 """Tests of the machines themselves, which those play that the worlds do not find."""
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {

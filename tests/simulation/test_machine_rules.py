@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 from by_events import ANOTHER, READER, ByEvents
-from requests_world import Order
 
 from kvferry.errors import Conflict, Full, KvferryError, PeerFailed
 from kvferry.protocol import book_events as be
@@ -17,10 +13,9 @@ from kvferry.protocol import leader_events as le
 from kvferry.protocol import packing_events as pk
 from kvferry.protocol import peers_events as pe
 from kvferry.protocol import reading as rd
-from kvferry.protocol import requests_events as re
 from kvferry.protocol import roster_events as ro
 from kvferry.protocol import session_events as se
-from kvferry.protocol.attempts import Attempt, Limits, ReadingRank
+from kvferry.protocol.attempts import Attempt, ReadingRank
 from kvferry.protocol.book import Book
 from kvferry.protocol.keeper import Keeper
 from kvferry.protocol.kept import Alarms
@@ -32,7 +27,6 @@ from kvferry.protocol.peers import NAMES, Peers
 from kvferry.protocol.peers_homes import Homes
 from kvferry.protocol.peers_wanted import AT_ONCE, BACK_S, GONE_S, HAD, Wanted
 from kvferry.protocol.reading import Computed, Following
-from kvferry.protocol.requests import Requests
 from kvferry.protocol.roster import Rank, Rosters
 from kvferry.protocol.session import Memory, Session, State
 from kvferry.protocol.sessions import Sessions
@@ -379,14 +373,6 @@ def test_nothing_is_done_after_a_keepers_end_though_two_daemons_are_late_at_once
     assert [type(each) for each in ended] == [ke.Report, ke.End]
 
 
-def test_hands_are_shaken_before_the_reservation_only() -> None:
-    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
-    assert re.Meet in map(type, requests.on(re.Ordered(at, "r", Order())))
-    reservation = re.Reservation("so", {"full": np.array([1])})
-    requests.on(re.Reserved(at, "s", Attempt(1), reservation))
-    assert re.Meet not in map(type, requests.on(re.Ordered(at, "s", Order())))
-
-
 def test_an_engine_that_has_read_keeps_no_lease_from_being_given_up() -> None:
     source = ByEvents()
     source.publish(readers=2)
@@ -459,14 +445,6 @@ def test_a_rank_that_was_not_let_in_is_missing_for_that_reason() -> None:
     assert rosters.why_missing("e", "1", 2) == ""
 
 
-def test_who_waits_for_fewer_transfers_hears_of_each() -> None:
-    requests = Requests("one", Limits(transfers=4, history=2))
-    requests.on(re.Reserved(ReadingRank("decode", "1", 0, 1), "r", Attempt(1), re.Reservation("so", {})))
-    requests.on(re.Ended(1, None))
-    assert requests.on(re.Quiet(1)) == [re.OneFewer()]
-    assert requests.left == 0
-
-
 def test_what_is_said_of_an_earlier_opening_does_not_count() -> None:
     following = Following(0, "r", 0, Computed())
     following.on(rd.Begin(), 0.0)
@@ -488,15 +466,6 @@ def test_a_receive_waits_for_one_that_is_aborted_and_not_quiet() -> None:
     assert book.on(be.Receive("second", "r")) == []
     effects = book.on(be.TransferOver("r", "t", "aborted", done=False, safe=True))
     assert [type(each) for each in effects] == [be.Ended, be.Quiet, be.Send]
-
-
-def test_an_order_from_another_source_is_no_order_for_the_same_attempt() -> None:
-    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
-    reserved = re.Reserved(at, "r", Attempt(1), re.Reservation("so", {}), Order())
-    requests.on(reserved)
-    refused = requests.on(replace(reserved, order=Order(engine_id="q")))[-1]
-    assert isinstance(refused, re.Refused)
-    assert refused.why.code == "order_conflict"
 
 
 def test_one_opening_is_of_one_lease_which_has_a_number() -> None:
@@ -640,34 +609,6 @@ def test_why_a_rank_is_missing_is_said_of_its_engine_and_another_epoch() -> None
     assert "in epoch 1" in rosters.why_missing("p", "2", 1)
     assert rosters.why_missing("q", "2", 1) == rosters.why_missing("p", "2", 0) == ""
     assert "was there" in rosters.why_missing("p", "1", 1)
-
-
-def test_an_order_that_comes_again_is_the_one_that_is_there() -> None:
-    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
-    for new in (True, False):
-        assert requests.on(re.Ordered(at, "r", Order(), order_id="o", said="so"))[-1] == re.Taken(1, new=new)
-
-
-def test_a_drain_hands_back_what_no_reservation_waits_for() -> None:
-    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 1, 1)
-    requests.on(re.Reserved(at, "r", Attempt(1), re.Reservation("so", {"full": np.array([1])})))
-    requests.on(re.Handed(at, "s", Attempt(1), Order()))
-    assert requests.on(re.HandBack(at, SILENT)) == []
-
-
-def test_an_order_that_is_handed_on_needs_room() -> None:
-    requests, at = Requests("one", Limits(transfers=1, history=2)), ReadingRank("decode", "1", 1, 1)
-    refused = requests.on(re.Handed(at, "r", Attempt(1), Order(), None, SILENT))[-1]
-    assert refused == re.Refused(SILENT)
-    requests.on(re.Handed(at, "s", Attempt(1), Order()))
-    full = requests.on(re.Handed(at, "t", Attempt(1), Order()))[-1]
-    assert isinstance(full, re.Refused) and full.why.code == "full"
-
-
-def test_a_group_without_blocks_is_reserved() -> None:
-    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
-    reservation = re.Reservation("so", {"full": np.array([], dtype=np.int64)})
-    assert isinstance(requests.on(re.Reserved(at, "r", Attempt(1), reservation))[-1], re.Taken)
 
 
 def test_ends_that_are_told_again_take_no_place_of_a_refusal() -> None:

@@ -1,4 +1,4 @@
-"""Runs that are drawn from a seed: two engines of one or two ranks each, blows at first, then none, and what must hold.
+"""Runs that are drawn from a seed: two engines of one to three ranks, blows at first, then none, and what must hold.
 
 Every rank is a whole daemon in a world that takes one step at a time (stepwise.py). A run has three parts. Blows come
 in the first one: preempted prefills, aborts, reads that fail, streams that break, daemons that die, time that passes.
@@ -46,7 +46,6 @@ from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.record import OF_ANOTHER
 from kvferryd.transfers.transfer import Transfer
 
-HEADS = 2
 TTL_S, DEADLINE_S = 20.0, 30.0
 MOST = 8
 """Leases, and transfers, that a daemon may hold."""
@@ -157,7 +156,8 @@ class Run:
     # ---- the engines ----
 
     def _set_up(self) -> None:
-        ranks = self.rng.choice(((1, 2), (2, 2), (2, 1), (1, 1), (2, 2)))
+        ranks = self.rng.choice(((1, 2), (2, 2), (2, 1), (1, 1), (2, 2), (1, 3)))
+        self.heads = max(2, *ranks)
         self.way = self.rng.choice(("direct", "staged", "auto"))
         self.addresses = {
             engine: {rank: f"127.0.0.1:{port + rank}" for rank in range(count)}
@@ -189,7 +189,7 @@ class Run:
 
     def _daemon(self, engine: str, rank: int) -> Daemon:
         members = self.addresses[engine]
-        manifest = manifest_of(engine, rank=rank, of=len(members), heads=HEADS)
+        manifest = manifest_of(engine, rank=rank, of=len(members), heads=self.heads)
         settings: dict[str, Any] = {
             "lease_ttl_s": TTL_S, "deadline_s": DEADLINE_S, "max_leases": MOST, "max_transfers": MOST,
             "history": HISTORY, "way": self.way,
@@ -222,7 +222,7 @@ class Run:
         return daemon.memory.view(np.uint64).reshape(2, BLOCKS, SLOTS, -1, PIECE // 8)
 
     def _heads(self, daemon: Daemon) -> range:
-        each = HEADS // daemon.engine.world_size
+        each = self.heads // daemon.engine.world_size
         return range(daemon.engine.rank * each, (daemon.engine.rank + 1) * each)
 
     def _use_otherwise(self, daemon: Daemon, blocks: range | list[int]) -> None:
@@ -507,12 +507,21 @@ class Run:
                     raise Violation("a transfer outlives its deadline")
                 if late_s > GRACE_S and not transfer.over:
                     raise Violation("a transfer of all ranks outlives its deadline")
+                self._check_said(transfer)
             self._check_claims(daemon)
         self._check_kept(whole=False)
         if BROKE:
             raise Violation(f"inside a daemon {BROKE[0].partition(':')[0]}", BROKE[0])
         if self.world.loop.problems:
             raise Violation("the loop heard of an error", str(self.world.loop.problems))
+
+    def _check_said(self, transfer: Transfer) -> None:
+        """Rank 0 calls no part done that is not."""
+        for share in transfer.ranks.values():
+            for part in self.readers[share.rank].ferry.jobs if share.state is TransferState.DONE else ():
+                of = part.request_id, part.attempt
+                if of == (transfer.request_id, transfer.attempt) and part.state is not TransferState.DONE:
+                    raise Violation("a part is called done that is not", f"rank {share.rank}: {part.state}")
 
     def _check_claims(self, daemon: Daemon) -> None:
         """Blocks are claimed until nothing can write them any more, each by one transfer; nothing writes others."""

@@ -3,21 +3,16 @@ a time (stepwise.py)."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
-import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 from stepped import Daemon, manifest_of, stepping
 from stepwise import Step, Stream, World
 
-from kvferry.errors import Conflict, KvferryError
+from kvferry.errors import Conflict, PeerFailed
+from kvferry.protocol.attempts import Attempt
 from kvferry.schemas import OrderBody, SourceBody, TransferState
 from kvferry.tables import BlockTable
 from kvferryd.api import peer
@@ -25,6 +20,7 @@ from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.transfer import Transfer
 
 SOURCE, RANKS = "127.0.0.1:7001", ("127.0.0.1:7002", "127.0.0.1:7003", "127.0.0.1:7004")
+MEMBERS = dict(enumerate(RANKS))
 ORDER, SOURCE_BODY = Order("prefill", SOURCE, deadline_s=30.0), SourceBody(engine_id="prefill", address=SOURCE)
 
 ORDER_1, ORDER_2 = (dataclasses.replace(ORDER, epoch="prefill-1", lease=lease) for lease in (1, 2))
@@ -37,58 +33,30 @@ class Ranks:
     def __init__(self, world: World) -> None:
         self.world = world
         self.source = Daemon(world, SOURCE, manifest_of("prefill", heads=len(RANKS)), {0: SOURCE})
-        self.daemons = [self._daemon(rank) for rank in range(len(RANKS))]
-        self.stopping: list[asyncio.Task[None]] = []
-        self.asked: list[asyncio.Task[str]] = []
-        """Orders by REST."""
-        self.attempt = 1
-        """The number that the engine gives its reservations."""
-        self.named: dict[int, Order] = {}
-        """Keyed by attempt: the order that the engine gives on every rank, where it names a lease."""
+        self.daemons = [
+            Daemon(world, address, manifest_of("decode", heads=len(RANKS), rank=rank, of=len(RANKS)), MEMBERS)
+            for rank, address in MEMBERS.items()
+        ]
 
-    def _daemon(self, rank: int) -> Daemon:
-        manifest = manifest_of("decode", heads=len(RANKS), rank=rank, of=len(RANKS))
-        return Daemon(self.world, RANKS[rank], manifest, dict(enumerate(RANKS)))
-
-    def order(self, rank: int, source: SourceBody = SOURCE_BODY, **more: Any) -> asyncio.Task[str]:
-        """At one rank, as a router does: its transfer's id, from rank 0."""
-        daemon = self.daemons[rank]
-        body = OrderBody(request_id="r", source=source, deadline_ms=30_000, **more)
-
-        async def ordered() -> str:
-            return (await daemon.ferry.order(body))[0].transfer_id
-
+    def order(self, rank: int) -> None:
+        """At one rank, as a router does."""
+        daemon, body = self.daemons[rank], OrderBody(request_id="r", source=SOURCE_BODY, deadline_ms=30_000)
         with self.world.within(daemon.process):
-            self.asked.append(self.world.loop.create_task(ordered()))
+            self.world.loop.create_task(daemon.ferry.order(body))
         self.world.loop.settle()
-        return self.asked[-1]
 
-    def reserve(self, rank: int, blocks: range = range(4), *, order: Order | None = None) -> Transfer:
-        """For the engine's attempt. order: by the engine itself."""
-        return self.receive(rank, "r", self.attempt, blocks, self.named.get(self.attempt, order))
+    def reserve(self, rank: int, *, order: Order | None = None) -> Transfer:
+        """order: by the engine itself."""
+        daemon, reservation = self.daemons[rank], Reservation({"full": BlockTable.of([0, 1, 2, 3])}, None)
+        return self.at(rank, daemon.ferry.jobs.receive, "r", 1, reservation, order, 30.0)  # type: ignore[no-any-return]
 
-    def receive(self, rank: int, request_id: str, attempt: int, blocks: range, order: Order | None = None) -> Transfer:
-        daemon, reservation = self.daemons[rank], Reservation({"full": BlockTable.of(list(blocks))}, None)
-        with self.world.within(daemon.process):
-            return self.world.loop.call(  # type: ignore[no-any-return]
-                daemon.ferry.jobs.receive, daemon.engine, request_id, attempt, reservation, order, 30.0
-            )
+    def at(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        with self.world.within(self.daemons[rank].process):
+            return self.world.loop.call(function, self.daemons[rank].engine, *args)
 
     def own(self, rank: int) -> Transfer:
         """The engine names the source itself."""
         return self.reserve(rank, order=ORDER)
-
-    def own_named(self, rank: int) -> Transfer:
-        """The engine's next attempt, which begins at this rank and names the newest lease as well."""
-        lease = self.source.engine.leases.source.leases.newest("r")
-        self.named[self.attempt + 1] = dataclasses.replace(ORDER, epoch="prefill-1", lease=lease)
-        return self.anew(rank)
-
-    def anew(self, rank: int) -> Transfer:
-        """The engine's next attempt, which begins at this rank; into other blocks than the one before."""
-        self.attempt += 1
-        first = 4 * (self.attempt % 2)
-        return self.reserve(rank, range(first, first + 4))
 
     def run_without(self, held: Callable[[], set[Step]]) -> None:
         """All that is under way goes on, but for these steps."""
@@ -101,31 +69,8 @@ class Ranks:
             self.world.calls = [call for call in self.world.calls if not call.over]
         raise AssertionError("it never comes to rest")
 
-    def part(self, rank: int, attempt: int) -> Transfer | None:
-        found = [each for each in self.daemons[rank].ferry.jobs if each.attempt.number == attempt]
-        return found[-1] if found else None
-
-    def restart(self, rank: int) -> None:
-        """Its daemon stops, and another one starts in the same epoch."""
-        before = self.daemons[rank]
-        self.world.kill(before.process)
-        with self.world.within(before.process):
-            self.stopping.append(self.world.loop.create_task(before.ferry.close()))
-        self.daemons[rank] = self._daemon(rank)
-
-    def abort(self, rank: int) -> None:
-        daemon = self.daemons[rank]
-        self.world.loop.call(daemon.ferry.abort_here, daemon.engine, "r", "by the engine")
-
-    def publish(self, _: int) -> None:
+    def publish(self) -> None:
         self.source.publish("r", range(4))
-
-    def come_to_rest(self) -> None:
-        """It ends by the deadline, or what a daemon that stops may take."""
-        for _ in range(8):
-            self.world.run(2000)
-            self.world.loop.pass_time(5.0)
-        assert all(task.done() for task in (*self.stopping, *self.asked))
 
     def stop(self, transfer: Transfer) -> None:
         self.world.loop.call(transfer.stop, TransferState.ABORTED, Conflict("aborted", "by the test"))
@@ -137,16 +82,10 @@ class Ranks:
         ]  # fmt: skip
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[Ranks]:
-    with stepping() as world:
-        yield Ranks(world)
-
-
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    with alone() as ranks:
-        yield ranks
+    with stepping() as world:
+        yield Ranks(world)
 
 
 def test_an_order_that_takes_no_time_costs_rank_0_one_message_of_each_other_rank(
@@ -159,7 +98,7 @@ def test_an_order_that_takes_no_time_costs_rank_0_one_message_of_each_other_rank
         return share(transfer)
 
     monkeypatch.setattr(peer, "_share", counted)
-    ranks.publish(0)
+    ranks.publish()
     ranks.order(1)
     ranks.world.run(500)
     parts = [ranks.reserve(rank) for rank in range(len(RANKS))]
@@ -188,7 +127,7 @@ def test_two_ranks_that_have_ended_do_not_tell_each_other_so_for_ever(ranks: Ran
 
 
 def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Ranks) -> None:
-    ranks.publish(0)
+    ranks.publish()
     transfer, _ = ranks.own(0), ranks.own(1)
     (orders,) = (call for call in ranks.world.calls if (call._method, call._address) == ("Order", RANKS[1]))
     for _ in range(500):
@@ -204,11 +143,11 @@ def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Rank
 @pytest.mark.parametrize("named", [False, True])
 def test_an_engine_that_names_two_leases_is_done_at_no_leader(ranks: Ranks, *, named: bool) -> None:
     """Each rank reads what it is told by name; rank 0 is told none, or another. Each hears that they differ."""
-    ranks.publish(0)
+    ranks.publish()
     first = ranks.reserve(0, order=ORDER_1 if named else ORDER)
     ranks.run_without(lambda: {step for rank in (1, 2) for step in ranks.calls("Order", rank)})
     ranks.world.loop.call(ranks.source.engine.leases.revoke, "r", "preempted")
-    ranks.publish(0)
+    ranks.publish()
     others = [ranks.reserve(rank, order=ORDER_2) for rank in (1, 2)]
     ranks.world.run(5000)
     assert [part.lease for part in (first, *others) if part.state is TransferState.DONE] == [1]
@@ -235,45 +174,44 @@ def test_orders_of_one_source_are_completed_by_each_other_and_never_changed() ->
     assert epoch.same_source(lease) and lease.same_source(ORDER_1) and ORDER.same_source(ORDER_1)
 
 
-DEEDS = (Ranks.order, Ranks.order, Ranks.reserve, Ranks.reserve, Ranks.own, Ranks.own, Ranks.own_named,
-         Ranks.anew, Ranks.publish, Ranks.abort, Ranks.restart)  # fmt: skip
-DONE_AT = st.tuples(st.sampled_from(DEEDS), st.integers(0, len(RANKS) - 1), st.integers(0, 30), st.integers(0, 7))
-"""Deeds: what is done, at which rank, the steps before the next, and of which of those under way."""
-
-
-@seed(int(os.environ["STEPWISE_SEED"]))
-@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(DONE_AT, min_size=2, max_size=14))
-def test_ranks_come_to_rest_whatever_happens_and_call_none_done_that_is_not(
-    deeds: list[tuple[Callable[[Ranks, int], object], int, int, int]],
-) -> None:
-    with alone() as ranks:
-        for deed, rank, steps, choice in deeds:
-            with contextlib.suppress(KvferryError):  # refused
-                deed(ranks, rank)
-            for _ in range(steps):
-                ranks.world.step(choice)
-        ranks.come_to_rest()
-        every = [transfer for daemon in ranks.daemons for transfer in daemon.ferry.jobs]
-        assert all(transfer.over and transfer.quiet.is_set() for transfer in every)
-        for transfer in every:
-            for share in transfer.ranks.values():
-                part = ranks.part(share.rank, transfer.attempt.number)
-                assert share.state is not TransferState.DONE or part is None or part.state is TransferState.DONE
-        read = defaultdict[int, set[tuple[str, int]]](set)
-        for transfer in every:
-            if transfer.state is TransferState.DONE:
-                read[transfer.attempt.number].add((transfer.source_epoch, transfer.lease))
-        assert all(len(leases) == 1 for leases in read.values()), read
-        for request in (*ranks.asked, *ranks.stopping):
-            assert request.exception() is None or isinstance(request.exception(), KvferryError)
-        assert not ranks.world.loop.problems
-
-
 def test_a_deadline_says_that_rank_0_has_not_said_which_lease_it_reads(ranks: Ranks) -> None:
-    ranks.publish(0)
+    ranks.publish()
     ranks.world.run(500)
     transfer = ranks.own(1)
     ranks.world.run(5000)
     assert transfer.state is TransferState.VERIFYING
     assert "while waiting for rank 0 of the same engine to say which lease it reads" in transfer.work._late().message
+
+
+def test_a_lease_that_the_engine_names_is_meant_where_a_router_has_ordered_any(ranks: Ranks) -> None:
+    """Other ranks, which have the engine's order alone, read that one: it has ended here, and the next one is there."""
+    for _ in range(2):
+        ranks.publish()
+    ranks.order(0)
+    transfer = ranks.reserve(0, order=ORDER_1)
+    ranks.world.run()
+    assert transfer.problem is not None and transfer.problem.code == "lease_ended"
+    assert len(list(ranks.daemons[0].ferry.jobs)) == 1
+
+
+def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined(ranks: Ranks) -> None:
+    """Orders that the first one has handed on are lost with it; those of the second are not."""
+    jobs, engine = ranks.daemons[1].ferry.jobs, ranks.daemons[1].engine
+
+    def handed(number: int, leader: str) -> Transfer:
+        order = dataclasses.replace(ORDER, leader=leader)
+        return ranks.at(1, jobs.handed, "r", Attempt(number), order, None)  # type: ignore[no-any-return]
+
+    def joined(members: dict[int, str], instances: dict[int, str]) -> None:
+        engine.set_members(members, instances)
+        ranks.at(1, jobs.on_roster)
+
+    part = handed(1, "one")
+    joined(MEMBERS, {0: "one", 1: "own"})
+    joined({1: RANKS[1]}, {1: "own"})
+    assert not part.ended.is_set()
+    joined(MEMBERS, {0: "two", 1: "own"})
+    later = handed(2, "two")
+    joined(MEMBERS, {0: "two", 1: "own"})
+    assert isinstance(part.problem, PeerFailed) and (part.problem.code, part.problem.value) == ("rank_failed", "0")
+    assert not later.ended.is_set()

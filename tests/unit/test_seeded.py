@@ -18,6 +18,7 @@ from seeded import KNOWN, SEEDS, found_by, quiet
 from kvferry.protocol.claims import Claims
 from kvferry.protocol.lease import Lease
 from kvferry.protocol.leases import Leases
+from kvferry.schemas import RankTransfer, TransferState
 from kvferryd.engine.session import Session
 from kvferryd.ferry import Ferry
 from kvferryd.observe.metrics import Metrics
@@ -80,6 +81,13 @@ def by_one_rank(lease: Lease) -> bool:
     return not lease.more and lease.readers.closed > 0
 
 
+set_rank = Transfer.set_rank
+
+
+def whatever_its_end(transfer: Transfer, share: RankTransfer) -> None:
+    set_rank(transfer, share.model_copy(update={"state": TransferState.DONE}) if share.state.ended else share)
+
+
 PLANTED = [
     ("the word of a lease is not looked at", SourceReader, "verify", at_once, "done with torn bytes"),
     (
@@ -103,6 +111,7 @@ PLANTED = [
     ("a note of an end breaks", Metrics, "transfer_ended", breaks, "inside a daemon a note broke"),
     ("nobody is told that a drain is over", Ferry, "drain", for_ever, "who waits for a drain is not answered"),
     ("a daemon does not close", Ferry, "close", for_ever, "a daemon does not stop"),
+    ("each end is called done", Transfer, "set_rank", whatever_its_end, "a part is called done that is not"),
     ("an engine is not told", Session, "tell", nothing, "an engine is not told of an end"),
 ]
 
