@@ -100,7 +100,7 @@ class Ferry:
         try:
             engine = self.registry.get(body.destination.engine_id if body.destination else None)
             if engine.rank:
-                return await self.jobs.lead(engine, body, trace)
+                return await self.jobs.ranks.lead(engine, body, trace)
             return self.lead(engine, body, trace)
         except KvferryError as error:
             self.metrics.order_refused(error.code)
@@ -132,7 +132,7 @@ class Ferry:
             for engine in self.registry:
                 if engine.rank:
                     with contextlib.suppress(NotFound):
-                        return await self.jobs.record_at_leader(engine, transfer_id, wait_s, abort=abort)
+                        return await self.jobs.ranks.record(engine, transfer_id, wait_s, abort=abort)
         transfer = transfer or self.jobs.get(transfer_id)
         if abort:
             await self.end_transfer(transfer)
@@ -334,7 +334,7 @@ class Ferry:
         """Shake hands now, on all ranks of the engine that will read, so that the first transfer need not. The records
         are of this rank. Raises KvferryError, which names the rank that could not."""
         engine = self.registry.get(body.destination)
-        await to_the_end([self._meet(engine, body), self.jobs.prewarm(engine, body.engine_id, body.address)])
+        await to_the_end([self._meet(engine, body), self.jobs.ranks.prewarm(engine, body.engine_id, body.address)])
         return _peer_records([await self.peers_known.get(engine, body.engine_id, body.address)])
 
     async def _meet(self, engine: Engine, body: schemas.PeerRequest) -> None:
@@ -535,7 +535,7 @@ class Ferry:
             now = proof.current()
             if now != before:
                 self.roster.renew()
-                renewed = [self.peers_known.renew(), self.jobs.renew()]
+                renewed = [self.peers_known.renew(), self.jobs.ranks.renew()]
                 if now.authority != before.authority:
                     renewed.append(self._cut_off(recheck_callers))
                 before = now

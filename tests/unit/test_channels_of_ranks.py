@@ -62,13 +62,13 @@ async def test_a_rank_that_is_told_of_an_end_after_its_engine_has_gone_keeps_no_
     async with asyncio.timeout(60), silent() as address:
         engine = first_of(address)
         transfer = jobs.receive(engine, "r", 1, reserved(engine), Order("p", address), None)
-        while engine not in jobs._ranks._open:  # noqa: ASYNC110  nothing else tells that rank 1 is called
+        while engine not in jobs.ranks._open:  # noqa: ASYNC110  nothing else tells that rank 1 is called
             await asyncio.sleep(0)
         engine.session.retiring = True
         jobs.abort_engine(engine, "it has gone")
         await jobs.leave(engine)
         await transfer.ended.wait()
-        while tasks := jobs._ranks._calls() | jobs._after:
+        while tasks := jobs.ranks._calls() | jobs._after:
             await asyncio.wait(tasks)
         assert not len(peers.channels)
     await peers.close()

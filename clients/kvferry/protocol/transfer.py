@@ -119,7 +119,7 @@ class Progress:
 
     @property
     def tokens(self) -> t.Range | None:
-        """Those that were read, once it is done."""
+        """The tokens that were read, once it is done."""
         return self.do.tokens if isinstance(self.do, t.Finish) else None
 
     @property

@@ -55,9 +55,7 @@ class Meeting:
         return (self._met[peer.number] for peer in self.machine)
 
     async def get(self, engine_id: str, address: str, epoch: str = "", *, ordered: bool = True) -> PeerEngine:
-        known = self.machine.known(engine_id)
-        if known is not None and not known.lost and self._met[known.number].lost:
-            self.on(e.Lost(known.number))
+        self._notice(self.machine.known(engine_id))
         return await self._answer(e.Get(next(self._callers), engine_id, address, epoch, ordered))
 
     async def renew(self, peer: PeerEngine) -> None:

@@ -152,6 +152,19 @@ def step(digits: Radix) -> int:
     return digits[-1][1] if digits else 0
 
 
+def coalesce(source: Ints, destination: Ints, nbytes: Ints) -> tuple[Ints, Ints, Ints]:
+    """Sort runs by source offset and join those that touch on both sides."""
+    if len(source) < 2:
+        return source, destination, nbytes
+    order = source.argsort(kind="stable")
+    source, destination, nbytes = source[order], destination[order], nbytes[order]
+    ends = (source[:-1] + nbytes[:-1] != source[1:]) | (destination[:-1] + nbytes[:-1] != destination[1:])
+    if ends.all():
+        return source, destination, nbytes
+    first = np.concatenate(([0], ends.nonzero()[0] + 1))
+    return source[first], destination[first], np.add.reduceat(nbytes, first)
+
+
 def pair(source: Radix, source_start: int, destination: Radix, destination_start: int, count: int) -> list[Box]:
     """Pair `count` positions of two axes, beginning at either start, as few boxes with loops.
 

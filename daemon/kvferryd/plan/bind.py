@@ -17,10 +17,10 @@ import numpy as np
 from kvferry.errors import Malformed
 from kvferry.manifest import Group
 from kvferry.tables import BlockTable, Tables
-from kvferryd.plan.axes import Ints, divided, offsets
+from kvferryd.plan.axes import Ints, coalesce, divided, offsets
 from kvferryd.plan.left import NOTHING, Left
 from kvferryd.plan.plan import Copy, Meeting, Plan
-from kvferryd.plan.rows import Pattern, coalesce
+from kvferryd.plan.rows import Pattern
 from kvferryd.plan.segments import EVERY, ByLength, Segments, Steps, global_token, local_tokens, shared
 
 EXACT_RUNS = 16_384

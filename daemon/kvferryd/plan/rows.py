@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferryd.plan.axes import Box, Ints, Loop
+from kvferryd.plan.axes import Box, Ints, Loop, coalesce
 
 
 class Boxes(NamedTuple):
@@ -63,19 +63,6 @@ def most_runs(boxes: Sequence[Boxes], tokens: Sequence[Loop]) -> int:
         origins.shape[1] * math.prod(loop.extent for loop in _contiguous([*box.loops, *tokens], item)[0])
         for box, item, origins in boxes
     )
-
-
-def coalesce(source: Ints, destination: Ints, nbytes: Ints) -> tuple[Ints, Ints, Ints]:
-    """Sort runs by source offset and join those that touch on both sides."""
-    if len(source) < 2:
-        return source, destination, nbytes
-    order = source.argsort(kind="stable")
-    source, destination, nbytes = source[order], destination[order], nbytes[order]
-    ends = (source[:-1] + nbytes[:-1] != source[1:]) | (destination[:-1] + nbytes[:-1] != destination[1:])
-    if ends.all():
-        return source, destination, nbytes
-    first = np.concatenate(([0], ends.nonzero()[0] + 1))
-    return source[first], destination[first], np.add.reduceat(nbytes, first)
 
 
 def _contiguous(loops: list[Loop], nbytes: int) -> tuple[list[Loop], int]:

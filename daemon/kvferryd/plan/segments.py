@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.manifest import TokenShard
-from kvferryd.plan.axes import Ints, Loop, divided, offsets
-from kvferryd.plan.rows import coalesce
+from kvferryd.plan.axes import Ints, Loop, coalesce, divided, offsets
 
 ROUND = 4096
 """Rounds of more tokens than this are looked at row by row; shorter ones are kept."""

@@ -15,7 +15,7 @@ from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.protocol import requests_events as e
 from kvferry.protocol.attempts import Attempt, Limits, ReadingRank, draining, engine_gone
 from kvferry.protocol.requests import Requests
-from kvferry.schemas import OrderBody, Ordered, TransferRecord, TransferState
+from kvferry.schemas import TransferState
 from kvferryd.aio import Notes, Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -50,7 +50,7 @@ class Transfers(Book):
         self._one_fewer = one_fewer
         self._engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
         """By life."""
-        self._ranks = Ranks(config, peers.channels, instance, self._engines, self._on_over)
+        self.ranks = Ranks(config, peers.channels, instance, self._engines, self._on_over)
         self._after = Tasks()
         self._around = Surroundings(config, peers, self._on_end, self._on_quiet, self._after.spawn)
         self.requests = Requests(instance, Limits(config.max_transfers, config.history, config.order_tables))
@@ -135,13 +135,13 @@ class Transfers(Book):
                 assert transfer.order is not None
                 self._after.spawn(self._meet(engine, transfer.order))
             case e.HandOn(part, brought):
-                self._ranks.hand_on(*self._with_engine(part), self.requests.parts[part].at, brought)
+                self.ranks.hand_on(*self._with_engine(part), self.requests.parts[part].at, brought)
             case e.Stop(part, failed, why):
                 self._by_part[part].stop(TransferState.FAILED if failed else TransferState.ABORTED, why)
             case e.TellEnded(part):
-                self._ranks.give_up(self._by_part[part])
+                self.ranks.give_up(self._by_part[part])
             case e.TellRefused(at, request_id, attempt, why):
-                self._ranks.tell_refused(at, request_id, attempt, why)
+                self.ranks.tell_refused(at, request_id, attempt, why)
             case e.Appeared(request_id):
                 if (appeared := self._awaited.pop(request_id, None)) is not None:
                     appeared.set()
@@ -335,28 +335,10 @@ class Transfers(Book):
         """The engine is gone or retired: nothing is read for it any more."""
         self._on(e.Shut(self._at(engine), Unavailable("engine_gone", why)))
 
-    async def renew(self) -> None:
-        """Dial other ranks anew: the certificates have changed."""
-        await self._ranks.renew()
-
     async def leave(self, engine: Engine) -> None:
         """The engine is retired: close the channels to its other ranks."""
         self._on(e.Left(self._at(engine)))
-        await self._ranks.leave(engine)
-
-    async def prewarm(self, engine: Engine, source: str, address: str) -> None:
-        """Let the other ranks shake hands with this source. Raises KvferryError, which names a rank that could not."""
-        await self._ranks.prewarm(engine, source, address)
-
-    async def lead(self, engine: Engine, body: OrderBody, trace: logs.Trace) -> tuple[Ordered, bool]:
-        """Give a router's order to rank 0; as `order`. Raises KvferryError."""
-        return await self._ranks.lead(engine, body, trace)
-
-    async def record_at_leader(
-        self, engine: Engine, transfer_id: str, wait_s: float, *, abort: bool = False
-    ) -> TransferRecord:
-        """The record of a transfer that rank 0 keeps. Raises KvferryError (`unknown_transfer`)."""
-        return await self._ranks.record(engine, transfer_id, wait_s, abort=abort)
+        await self.ranks.leave(engine)
 
     async def wait_new(self, request_id: str) -> None:
         """Wait until the request has a transfer more. The caller bounds the wait."""
@@ -376,6 +358,6 @@ class Transfers(Book):
             async with asyncio.timeout(timeout_s):
                 for transfer in running:
                     await transfer.ended.wait()
-        await self._ranks.close()
+        await self.ranks.close()
         if self._after:
             await asyncio.wait(self._after, timeout=timeout_s)
