@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.errors import KvferryError
 from kvferryd import bench
-from kvferryd.bench import trace
+from kvferryd.bench import paged, trace
 
 TRACE = Path(__file__).with_name("conversation_trace.jsonl")
 
@@ -72,3 +72,38 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(KvferryError, match="cannot be read") as caught:
         trace.read(path, 0)
     assert caught.value.code == "malformed"
+
+
+def test_pages_are_moved_by_kvferry_and_by_nixl_beside_a_bulk_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    small = "--tokens 1000 --pages 16 --layers 2 --batch 1 3 64 --pool-gib 0.05"
+    assert bench.main(["paged", "--device", "cpu", "--quick", *small.split()]) == 0
+    said = capsys.readouterr().out
+    assert "every word that was asked for has arrived, and no other" in said
+    found = [(row["preset"], row["batch"], row["pages"], row["MB"], row["path"]) for row in rows(said)]
+    assert found == [
+        ("mla", "1", "126", "1", "direct"), ("mla", "3", "378", "4", "direct"),
+        ("gqa", "1", "126", "4", "direct"), ("gqa", "3", "378", "12", "direct"),
+    ]  # fmt: skip
+    assert all(float(row[f"NIXL {op} ms"]) > 0 for row in rows(said) for op in ("read", "write"))
+
+
+def test_a_bench_of_pages_has_the_sizes_of_its_rules() -> None:
+    mla = paged.Point("mla", 61, 8192, 16, (1, 16))
+    assert (mla.pages, mla.page_nbytes, mla.nbytes) == (31_232, 11_264, 351_797_248)
+    assert mla.pool_pages == 20 * 512 + 8
+    gqa = paged.Point("gqa", 94, 8192, 16, (1,))
+    assert (gqa.pages, gqa.page_nbytes, gqa.pool_pages) == (48_128, 32 << 10, 2 * 512 + 8)
+
+
+def test_batches_without_room_are_left_out_but_the_first() -> None:
+    point = paged.Point("gqa", 94, 8192, 16, (1, 4, 16))
+    assert point.within(32 << 30) == point
+    assert point.within(10 << 30).batches == (1, 4)
+    assert point.within(1).batches == (1,)
+
+
+def test_each_request_of_a_batch_has_pages_of_its_own_by_the_seed() -> None:
+    case = paged.Point("mla", 1, 1000, 16, (1, 4)).case(4)
+    for side in case.ids():
+        assert len(set(np.concatenate(side).tolist())) == 4 * 63
+    assert np.array_equal(case.ids(), case.ids())

@@ -21,7 +21,10 @@ PARTS = {
     "peers": "many peers: to meet them, to keep them, to order beside them, to replace them; a source of many readers",
     "gpu": "one, two or four GPUs: the copy ceiling, NIXL alone, and every way of kvferry with every layout change",
 }
-PROGRAMS = {"trace": "a public request trace, replayed through one pair, beside an ideal link of the measured ceiling"}
+PROGRAMS = {
+    "paged": "pages in no order by the rules of CollectiveX kv-transfer: kvferry and NIXL as shares of one bulk copy",
+    "trace": "a public request trace, replayed through one pair, beside an ideal link of the measured ceiling",
+}
 """Each has options of its own."""
 
 

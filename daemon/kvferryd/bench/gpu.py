@@ -14,9 +14,10 @@ import contextlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
-from kvferry.errors import KvferryError, Malformed
+from kvferry.errors import Internal, KvferryError, Malformed
 from kvferry.memory import cuda
 from kvferryd.bench import Options, gpu_raw, rpc
 from kvferryd.bench.gpu_cases import FULL, TINY, Case, Pair, cases
@@ -44,6 +45,29 @@ def flags(way: str, arena_mb: int, *of_readers: str) -> tuple[tuple[str, ...], t
         DIRECT: ((), ("--way", DIRECT, "--nixl-threads", "8")),
     }[way]
     return sources, (*readers, *of_readers)
+
+
+@asynccontextmanager
+async def staged_for(way: str, gpus: tuple[cuda.Device, ...]) -> AsyncIterator[tuple[Stage, Way]]:
+    """Daemons of one rank on each side, ready, for one way. Raises KvferryError (`not_ready`)."""
+    async with Fleet() as fleet:
+        stage = Stage(fleet, gpus, 1)
+        stage.add(way, *flags(way, 1536 if gpus else 16), 1)
+        await stage.ready()
+        (only,) = stage.ways
+        if only.refused:
+            raise Internal("not_ready", only.refused[0])
+        yield stage, only
+
+
+@asynccontextmanager
+async def engines(stage: Stage, pair: Pair, way: Way) -> AsyncIterator[tuple[Engine, Engine]]:
+    """A source, filled, and a reader."""
+    sources, readers = await stage.open(pair, [way])
+    try:
+        yield opened(sources[way.source]), opened(readers[way.name])
+    finally:
+        await closed([*readers.values(), *sources.values()])
 
 
 def main(options: Options) -> int:
@@ -137,14 +161,19 @@ async def _pair(pair: Pair, wanted: list[Case], ways: list[Way], stage: Stage, q
                         row = await measure(case, way.name, source, reader, repeats, SLOW_WARM_UP if slow else WARM_UP)
                     table.add(row)
     finally:
-        for engine in (*readers.values(), *sources.values()):
-            if isinstance(engine, Engine):
-                with contextlib.suppress(KvferryError, TimeoutError):
-                    async with asyncio.timeout(CLOSE_S):
-                        await engine.close()
+        await closed([*readers.values(), *sources.values()])
 
 
 def opened(engine: Engine | BaseException) -> Engine:
     if isinstance(engine, BaseException):
         raise engine
     return engine
+
+
+async def closed(engines: Sequence[Engine | BaseException]) -> None:
+    """End those that were opened."""
+    for engine in engines:
+        if isinstance(engine, Engine):
+            with contextlib.suppress(KvferryError, TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await engine.close()

@@ -37,9 +37,10 @@ class Ends:
 @contextmanager
 def ends(gpus: Sequence[cuda.Device], nbytes: int) -> Iterator[Ends]:
     """The source is on the first GPU, we are on the last; without GPUs all of it is host memory."""
-    os.environ.setdefault("UCX_CUDA_IPC_CACHE", "y")  # as UCX comes; our daemons, which run by now, do without
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # its lines would go into the table
     with ExitStack() as stack:
         if gpus:
+            os.environ.setdefault("UCX_CUDA_IPC_CACHE", "y")  # as UCX comes; our daemons, which run by now, do without
             told = stack.enter_context(target(f"cuda:{gpus[0].index}", nbytes))
             local = stack.enter_context(_gpu_memory(gpus[-1], nbytes))
             stack.enter_context(gpus[-1])  # UCX finds its GPU by the current context
@@ -69,7 +70,7 @@ def _nixl(name: str, best: bool, between: Ends, case: Case, table: Table) -> Non
     """In a function of its own: the agent ends with it, before the memory."""
     # 8 KiB: what one block of 16 tokens with 2 heads of 128 is in one row.
     run_nbytes = case.pair.source.block * case.pair.model.token_nbytes // case.pair.model.rows
-    with connected(_agent(best), between.told, between.local) as pair:
+    with connected(best_agent() if best else _default_agent(), between.told, between.local) as pair:
         for what, permuted, repeats in (
             ("contiguous blocks", False, CONTIGUOUS_REPEATS), (case.name, True, PERMUTED_REPEATS)
         ):  # fmt: skip
@@ -77,10 +78,12 @@ def _nixl(name: str, best: bool, between: Ends, case: Case, table: Table) -> Non
             table.add(Row(name, what, case.nbytes, taken, taken, taken, repeats=repeats, path="direct"))
 
 
-def _agent(best: bool) -> Any:
-    """best: a progress thread that sleeps 10 ms (as every agent of ours has) and 8 threads, the fastest measured."""
-    if best:
-        return make_agent("raw-best", threads=8)
+def best_agent(threads: int = 8) -> Any:
+    """A progress thread that sleeps 10 ms (as every agent of ours has) and, between GPUs, 8 threads: the fastest."""
+    return make_agent("raw-best", threads=threads)
+
+
+def _default_agent() -> Any:
     api = load()
     return api.nixl_agent("raw-defaults", api.nixl_agent_config(backends=["UCX"]))
 

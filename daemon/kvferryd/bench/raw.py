@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from kvferryd.transport.nixl import make_agent
 from kvferryd.transport.read import Span
 
 Indices = npt.NDArray[np.int32]
+Requests = Sequence[tuple[Indices, Indices]]
 READ_S = 20.0
 
 
@@ -53,6 +54,34 @@ class RawPair:
         for each in (handle, local, remote):
             each.release()
         return seconds
+
+    def bursts(self, op: str, run_nbytes: int, requests: Requests, repeats: int) -> list[float]:
+        """Seconds of each repeat: all requests (source, destination) posted, then all awaited; prepared once, before.
+
+        op: READ from there to here, or WRITE from here to there.
+        """
+        local = self._pool("NIXL_INIT_AGENT", self.local, run_nbytes)
+        remote = self._pool(self.peer, self.remote, run_nbytes)
+        handles = [
+            self.agent.make_prepped_xfer(op, local, destination, remote, source) for source, destination in requests
+        ]
+        try:
+            return [self._burst(handles) for _ in range(repeats)]
+        finally:
+            for each in (*handles, local, remote):
+                each.release()
+
+    def _burst(self, handles: Sequence[Any]) -> float:
+        began = time.perf_counter()
+        states = [self.agent.transfer(handle) for handle in handles]
+        for number, handle in enumerate(handles):
+            while states[number] == "PROC":
+                states[number] = self.agent.check_xfer_state(handle)
+                if time.perf_counter() - began > READ_S:
+                    raise Deadline("deadline", f"NIXL did not end {len(handles)} requests within {READ_S:g} s")
+        if set(states) != {"DONE"}:
+            raise PeerFailed("transport_failed", f"NIXL ended with {' and '.join(sorted(set(states)))}")
+        return time.perf_counter() - began
 
     def _pool(self, agent: str, span: Span, run_nbytes: int) -> Any:
         count = span.nbytes // run_nbytes

@@ -32,11 +32,10 @@ import numpy as np
 from kvferry.errors import KvferryError, Malformed
 from kvferry.memory import cuda
 from kvferry.tables import BlockTable
-from kvferryd.bench.gpu import AUTO, DIRECT, MAPPED, STAGED, flags, machine, need_torch
+from kvferryd.bench.gpu import AUTO, DIRECT, MAPPED, STAGED, engines, machine, need_torch, staged_for
 from kvferryd.bench.gpu_cases import ITEM, NHD, POISON, Model, Pair
-from kvferryd.bench.gpu_engines import Engine, Stage, cpu_s
+from kvferryd.bench.gpu_engines import Engine, cpu_s
 from kvferryd.bench.gpu_raw import ends
-from kvferryd.demo.fleet import Fleet
 
 BATCH_S = 3.0
 """The stamps of the trace come in batches this far apart: an arrival lies somewhere in the time that follows."""
@@ -258,19 +257,11 @@ async def _run(options: argparse.Namespace, trace: list[Arrival]) -> int:
     speeds = options.speed or (QUICK_SPEEDS if options.quick else SPEEDS)
     seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
     failures = 0
-    async with Fleet() as fleet:
-        stage = Stage(fleet, gpus, 1)
-        stage.add(options.way, *flags(options.way, 1536 if gpus else 16), 1)
-        (way,) = stage.ways
-        await stage.ready()
-        if way.refused:
-            raise KvferryError("not_ready", way.refused[0])
+    async with staged_for(options.way, gpus) as (stage, way):
         ceiling_nbytes = CEILING_NBYTES if gpus else HOST_CEILING_NBYTES
         with ends(gpus, ceiling_nbytes) as between:
             rate = ceiling_nbytes / between.copy(ceiling_nbytes)
-        sources, readers = await stage.open(pair, stage.ways)
-        source, reader = _opened(sources[way.source]), _opened(readers[way.name])
-        try:
+        async with engines(stage, pair, way) as (source, reader):
             reader.wipe(POISON)
             replay = Replay(pair, source, reader, options.seed)
             await replay.run([Arrival(0.0, each.size) for each in trace[:WARM_UP]], "warm-up")
@@ -290,8 +281,6 @@ async def _run(options: argparse.Namespace, trace: list[Arrival]) -> int:
             source.synchronize()
             reader.synchronize()
             whole = replay.check()
-        finally:
-            await asyncio.gather(source.close(), reader.close())
     print(f"\n{whole:,} whole blocks hold what the source published")
     return 1 if failures else 0
 
@@ -315,12 +304,6 @@ def _row(speed: float, sized: Sequence[Arrival], found: Found, used: tuple[float
     yield ", ".join(f"{count} {code}" for code, count in found.failed.items()) or "0"
     yield from (f"{each:.2f}" for each in used)
     yield f"{1e3 * sum(used) / len(sized):.2f}"
-
-
-def _opened(engine: Engine | BaseException) -> Engine:
-    if isinstance(engine, BaseException):
-        raise engine
-    return engine
 
 
 def _positive(text: str) -> float:
