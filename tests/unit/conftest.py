@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from stepped import stepping
+from stepwise import World
 
 ENDING_S = 10.0
 """How long a task that is about to end may take for it."""
@@ -26,6 +28,13 @@ async def no_task_goes_on() -> AsyncIterator[None]:
     if left := tasks() - before:
         await asyncio.wait(left, timeout=ENDING_S)
     assert tasks() <= before, "the test leaves tasks"
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """One that takes one step at a time."""
+    with stepping() as world:
+        yield world
 
 
 def tasks() -> set[asyncio.Task[Any]]:

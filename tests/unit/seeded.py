@@ -232,8 +232,7 @@ class Run:
     def _call(self, daemon: Daemon, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """Call into a daemon; raises what that raises. Engines see at once what they are told."""
         try:
-            with self.world.within(daemon.process):
-                return self.world.loop.call(function, *args, **more)
+            return daemon.at(function, *args, **more)
         finally:
             self._told()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -22,6 +23,10 @@ from kvferryd.engine import Engine
 from kvferryd.ferry import Ferry
 from kvferryd.memory import Files
 from kvferryd.observe.metrics import Metrics
+from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.transfer import Transfer
+
+T = TypeVar("T")
 
 BLOCKS, SLOTS, PIECE = 8, 2, 1024
 """Blocks of a cache, tokens of a block, bytes of a token and head in K or V."""
@@ -67,6 +72,19 @@ class Daemon:
         self.ferry.memory.brought = self.memory  # type: ignore[attr-defined]
         await registry.adopt(session, engine_pb2.Memory(region=0, nbytes=self.memory.nbytes), Files())
         return await registry.register(session, manifest)
+
+    def at(self, function: Callable[..., T], *args: Any, **more: Any) -> T:
+        """Call in this process, then run until idle."""
+        with self.world.within(self.process):
+            return self.world.loop.call(function, *args, **more)
+
+    def receive(
+        self, request_id: str, attempt: int, blocks: Iterable[int], order: Order | None,
+        tokens: tuple[int, int] | None = None,
+    ) -> Transfer:  # fmt: skip
+        """Reserve these blocks. order: where the engine names the source."""
+        reservation = Reservation({"full": BlockTable.of([*blocks])}, tokens)
+        return self.at(self.ferry.jobs.receive, self.engine, request_id, attempt, reservation, order, None)
 
     def publish(self, request_id: str, blocks: range, digest: bytes = b"", *, number: int = 0) -> None:
         """number: of the lease; 0 for the next one."""

@@ -773,10 +773,22 @@ class World:
         """A step of one of them, and what follows from it; whether there was one."""
         pending = self.pending()
         if pending:
-            pending[choice % len(pending)]()
-            self.loop.settle()
-            self.calls = [call for call in self.calls if not call.over]
+            self.take(pending[choice % len(pending)])
         return bool(pending)
+
+    def take(self, step: Step) -> None:
+        step()
+        self.loop.settle()
+        self.calls = [call for call in self.calls if not call.over]
+
+    def take_all(self, choose: Callable[[], list[Step]], until: Callable[[], bool] = lambda: False) -> None:
+        """Take the first of these steps, again and again, until there is none or that holds."""
+        for _ in range(5000):
+            steps = choose()
+            if until() or not steps:
+                return
+            self.take(steps[0])
+        raise AssertionError("what is under way never ends")
 
     def run(self, most: int = 10_000) -> None:
         """Step until nothing is under way."""

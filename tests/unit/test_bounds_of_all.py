@@ -49,11 +49,7 @@ def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatc
                     """Engines take what they are told."""
             check()
 
-        def at_reader(function: object, *args: object, **more: object) -> None:
-            with world.within(reader.process):
-                world.loop.call(function, reader.engine, *args, **more)  # type: ignore[arg-type]
-
-        abort_attempt = reader.ferry.jobs.abort_attempt
+        jobs = reader.ferry.jobs
         for number in range((REMEMBER + 2) * len(ENDS)):
             request_id, end, held = f"r-{number}", ENDS[number % len(ENDS)], source.engine.leases
             reservation, order = Reservation({"full": BlockTable.of([0, 1])}, None), Order("prefill", SOURCE)
@@ -67,15 +63,22 @@ def test_what_is_kept_of_many_requests_is_bounded(monkeypatch: pytest.MonkeyPatc
                     world.loop.call(_closes_early, held, request_id)
             match end:
                 case "own" | "lost":
-                    at_reader(reader.ferry.jobs.receive, request_id, 1, reservation, order, None)
+                    reader.receive(request_id, 1, [0, 1], order)
                 case "ordered":
-                    at_reader(reader.ferry.jobs.order, request_id, order, {0: reservation}, order_id=request_id)
-                    at_reader(reader.ferry.jobs.order, f"{request_id} waits", late, number=1 + number)
+                    reader.at(jobs.order, reader.engine, request_id, order, {0: reservation}, order_id=request_id)
+                    reader.at(jobs.order, reader.engine, f"{request_id} waits", late, number=1 + number)
                 case "aborted" | "early":
-                    at_reader(reader.ferry.jobs.receive, request_id, 1, reservation, order, None)
+                    reader.receive(request_id, 1, [0, 1], order)
                     run()
-                    at_reader(reader.ferry.jobs.abort, request_id, "a test")
-                    at_reader(abort_attempt, f"{request_id} too", Attempt(1 + number), "a test", failed=False)
+                    reader.at(jobs.abort, reader.engine, request_id, "a test")
+                    reader.at(
+                        jobs.abort_attempt,
+                        reader.engine,
+                        f"{request_id} too",
+                        Attempt(1 + number),
+                        "a test",
+                        failed=False,
+                    )
                 case "expired":
                     world.loop.pass_time(TTL_S + 1.0)
                 case "revoked":

@@ -4,19 +4,18 @@ a time (stepwise.py)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stepped import Daemon, manifest_of, stepping
+from stepped import Daemon, manifest_of
 from stepwise import Step, Stream, World
 
 from kvferry.errors import Conflict, PeerFailed
 from kvferry.protocol.attempts import Attempt
 from kvferry.schemas import OrderBody, SourceBody, TransferState
-from kvferry.tables import BlockTable
 from kvferryd.api import peer
-from kvferryd.transfers.order import Order, Reservation
+from kvferryd.transfers.order import Order
 from kvferryd.transfers.transfer import Transfer
 
 SOURCE, RANKS = "127.0.0.1:7001", ("127.0.0.1:7002", "127.0.0.1:7003", "127.0.0.1:7004")
@@ -47,12 +46,7 @@ class Ranks:
 
     def reserve(self, rank: int, *, order: Order | None = None) -> Transfer:
         """order: by the engine itself."""
-        daemon, reservation = self.daemons[rank], Reservation({"full": BlockTable.of([0, 1, 2, 3])}, None)
-        return self.at(rank, daemon.ferry.jobs.receive, "r", 1, reservation, order, 30.0)  # type: ignore[no-any-return]
-
-    def at(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        with self.world.within(self.daemons[rank].process):
-            return self.world.loop.call(function, self.daemons[rank].engine, *args)
+        return self.daemons[rank].receive("r", 1, range(4), order)
 
     def own(self, rank: int) -> Transfer:
         """The engine names the source itself."""
@@ -60,14 +54,7 @@ class Ranks:
 
     def run_without(self, held: Callable[[], set[Step]]) -> None:
         """All that is under way goes on, but for these steps."""
-        for _ in range(5000):
-            steps = [step for step in self.world.pending() if step not in held()]
-            if not steps:
-                return
-            steps[0]()
-            self.world.loop.settle()
-            self.world.calls = [call for call in self.world.calls if not call.over]
-        raise AssertionError("it never comes to rest")
+        self.world.take_all(lambda: [step for step in self.world.pending() if step not in held()])
 
     def publish(self) -> None:
         self.source.publish("r", range(4))
@@ -83,9 +70,8 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with stepping() as world:
-        yield Ranks(world)
+def ranks(world: World) -> Ranks:
+    return Ranks(world)
 
 
 def test_an_order_that_takes_no_time_costs_rank_0_one_message_of_each_other_rank(
@@ -116,9 +102,7 @@ def test_two_ranks_that_have_ended_do_not_tell_each_other_so_for_ever(ranks: Ran
     for _ in range(100):
         if not (steps := [step for rank in (0, 1) for step in ranks.calls("Abort", rank)]):
             break
-        steps[0]()
-        ranks.world.loop.settle()
-        ranks.world.calls = [call for call in ranks.world.calls if not call.over]
+        ranks.world.take(steps[0])
     else:
         raise AssertionError("they abort each other for ever")
     assert not first.over
@@ -196,15 +180,15 @@ def test_a_lease_that_the_engine_names_is_meant_where_a_router_has_ordered_any(r
 
 def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined(ranks: Ranks) -> None:
     """Orders that the first one has handed on are lost with it; those of the second are not."""
-    jobs, engine = ranks.daemons[1].ferry.jobs, ranks.daemons[1].engine
+    at, jobs, engine = ranks.daemons[1].at, ranks.daemons[1].ferry.jobs, ranks.daemons[1].engine
 
     def handed(number: int, leader: str) -> Transfer:
         order = dataclasses.replace(ORDER, leader=leader)
-        return ranks.at(1, jobs.handed, "r", Attempt(number), order, None)  # type: ignore[no-any-return]
+        return at(jobs.handed, engine, "r", Attempt(number), order, None)
 
     def joined(members: dict[int, str], instances: dict[int, str]) -> None:
         engine.set_members(members, instances)
-        ranks.at(1, jobs.on_roster)
+        at(jobs.on_roster, engine)
 
     part = handed(1, "one")
     joined(MEMBERS, {0: "one", 1: "own"})

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import structlog
-from stepped import Daemon, manifest_of, stepping
+from stepped import Daemon, manifest_of
 from stepwise import Agent, World
 
 from kvferry.errors import KvferryError
@@ -25,12 +25,6 @@ from kvferryd.engine.session import Session
 from kvferryd.memory import Files
 
 ADDRESS = "127.0.0.1:7001"
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with stepping() as world:
-        yield world
 
 
 def breaks(*_: object, **__: object) -> None:

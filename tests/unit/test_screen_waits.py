@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from stepped import Daemon, manifest_of, stepping
+from stepped import Daemon, manifest_of
 from stepwise import World
 
-from kvferry.tables import BlockTable
-from kvferryd.transfers.order import Order, Reservation
-from kvferryd.transfers.transfer import Transfer
+from kvferryd.transfers.order import Order
 from kvferryd.transport import screen
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.read import TransportError
 from kvferryd.transport.screen import ENDS_S, PROCESSES, START_S, Screen
 
 SOURCE, READER, WAIT_S = "127.0.0.1:7001", "127.0.0.1:7002", 5.0
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with stepping() as world:
-        yield world
 
 
 def check(world: World, each: Screen, number: int) -> asyncio.Task[None]:
@@ -114,10 +105,7 @@ def test_an_order_ends_at_its_own_deadline_while_its_peer_waits_for_a_place(worl
     reader = Daemon(world, READER, manifest_of("decode", heads=2), {0: READER})
     source.publish("r", range(2))
     reader.ferry.peers_known._handshakes.screen = without_a_place()
-    reservation = Reservation({"full": BlockTable.of([0, 1])}, None)
-    with world.within(reader.process):
-        jobs, order = reader.ferry.jobs, Order("prefill", SOURCE, deadline_s=2.0)
-        transfer: Transfer = world.loop.call(jobs.receive, reader.engine, "r", 1, reservation, order, None)
+    transfer = reader.receive("r", 1, range(2), Order("prefill", SOURCE, deadline_s=2.0))
     world.run()
     world.loop.pass_time(1.9)
     assert transfer.problem is None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -50,24 +50,16 @@ class Pair:
         deadline_s: float | None = None,
     ) -> Transfer:
         """tokens: those that are wanted; None for all of the blocks."""
-        reservation = Reservation({"full": BlockTable.of(list(blocks))}, tokens or (0, SLOTS * len(blocks)))
         order = Order("prefill", SOURCE, self.source.engine.epoch if epoch else "", deadline_s=deadline_s, way=way)
         self.attempt += 1
-        with self.world.within(self.reader.process):
-            transfer: Transfer = self.world.loop.call(
-                self.reader.ferry.jobs.receive, self.reader.engine, "r", self.attempt, reservation, order, None
-            )
-        return transfer
+        return self.reader.receive("r", self.attempt, blocks, order, tokens or (0, SLOTS * len(blocks)))
 
     def order(self, blocks: list[int], order_id: str = "") -> tuple[Transfer, weakref.ref[BlockTable]]:
         """A router orders it and names the blocks; the world runs until nothing goes on."""
         table = BlockTable.of(blocks)
         brought = {0: Reservation({"full": table}, None)}
-        with self.world.within(self.reader.process):
-            jobs, engine = self.reader.ferry.jobs, self.reader.engine
-            transfer, _ = self.world.loop.call(
-                jobs.order, engine, "r", Order("prefill", SOURCE), brought, order_id=order_id
-            )
+        jobs, engine = self.reader.ferry.jobs, self.reader.engine
+        transfer, _ = self.reader.at(jobs.order, engine, "r", Order("prefill", SOURCE), brought, order_id=order_id)
         self.world.run()
         return transfer, weakref.ref(table)
 
@@ -84,9 +76,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    with stepping() as world:
-        yield Pair(world)
+def pair(world: World) -> Pair:
+    return Pair(world)
 
 
 # ---- the source's daemon dies ----

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of, stepping
+from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of
 from stepwise import Step, World
 
 from kvferry.errors import Conflict, Full
 from kvferry.protocol.claims import Claims
 from kvferry.protocol.reading import OPEN_AFTER_S
 from kvferry.schemas import TransferState
-from kvferry.tables import BlockTable
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.reader_stream import ReaderStream
 from kvferryd.staging.arena import Slot, Use
-from kvferryd.transfers.order import Order, Reservation
+from kvferryd.staging.share import PAIRINGS
+from kvferryd.transfers.order import Order
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transport.read import Read
 
@@ -49,14 +48,8 @@ class Two:
         self.peer = meeting.result()
 
     def receive(self, request_id: str, blocks: range, way: str) -> Transfer:
-        reservation = Reservation({"full": BlockTable.of(list(blocks))}, None)
-        order = Order("prefill", SOURCES[0], way=way)
         self.attempt += 1
-        with self.world.within(self.reader.process):
-            transfer: Transfer = self.world.loop.call(
-                self.reader.ferry.jobs.receive, self.reader.engine, request_id, self.attempt, reservation, order, None
-            )
-        return transfer
+        return self.reader.receive(request_id, self.attempt, blocks, Order("prefill", SOURCES[0], way=way))
 
     def publish(self, request_id: str, blocks: range, *, anew: bool = False) -> None:
         """On both. anew: what was published before is taken back."""
@@ -64,22 +57,6 @@ class Two:
             if anew:
                 self.world.loop.call(source.engine.leases.revoke, request_id, "preempted")
             source.publish(request_id, blocks)
-
-    def step_all(self, choose: Callable[[], list[Step]], until: Callable[[], bool] = lambda: False) -> None:
-        """Take the first of these steps, again and again, until there is none or that holds."""
-        for _ in range(1000):
-            steps = choose()
-            if until() or not steps:
-                return
-            steps[0]()
-            self.world.loop.settle()
-            self.world.calls = [call for call in self.world.calls if not call.over]
-        raise AssertionError("what is under way never ends")
-
-    def of_rank(self, rank: int) -> list[Step]:
-        """The steps in which a source hears, says and gathers."""
-        copies = self.world.copies[rank].queue
-        return [*self._calls(SOURCES[rank]), *(copying.step for copying in list(copies)[:1])]
 
     def of_calls(self) -> list[Step]:
         return [step for address in SOURCES for step in self._calls(address)]
@@ -95,9 +72,8 @@ class Two:
 
 
 @pytest.fixture
-def two() -> Iterator[Two]:
-    with stepping() as world:
-        yield Two(world)
+def two(world: World) -> Two:
+    return Two(world)
 
 
 def test_a_rank_that_has_forgotten_its_pairing_makes_another_though_a_rank_has_packed_all(two: Two) -> None:
@@ -120,7 +96,7 @@ def packed_all_of_rank_0(two: Two) -> None:
         copying = [each for copies in two.world.copies[::2] for each in list(copies.queue)[:1]]
         return [*two._calls(SOURCES[0]), *(each.step for each in [*two.world.flights(), *copying])]
 
-    two.step_all(all_but_rank_1)
+    two.world.take_all(all_but_rank_1)
     assert two.sources[0].engine.leases.get("r") is not None
 
 
@@ -203,7 +179,7 @@ def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_fr
         asyncio.get_running_loop().call_soon(peers.forget, met[0])
 
     monkeypatch.setattr(meeting, "_keep", forget_soon)
-    two.step_all(two.of_calls, until=lambda: bool(met))
+    two.world.take_all(two.of_calls, until=lambda: bool(met))
     assert not met[0].users
     monkeypatch.undo()
     world.run()
@@ -217,9 +193,11 @@ def test_bytes_that_are_read_twice_are_served_twice_and_not_three_times(two: Two
     two.publish("r", blocks)
     world.run()
     transfer = two.receive("r", blocks, "direct")
-    two.step_all(lambda: [flight.step for flight in world.flights()], lambda: transfer.state is TransferState.VERIFYING)
+    two.world.take_all(
+        lambda: [flight.step for flight in world.flights()], lambda: transfer.state is TransferState.VERIFYING
+    )
     world.loop.pass_time(2 * OPEN_AFTER_S)
-    two.step_all(two.of_calls)
+    two.world.take_all(two.of_calls)
     two.publish("r", blocks, anew=True)
     world.run()
     assert transfer.state is TransferState.DONE and two.is_there(blocks)
@@ -284,7 +262,7 @@ def test_a_read_that_has_begun_is_known_of_where_the_next_one_cannot_begin(
     monkeypatch.setattr(agent, "read", only_one)
     transfer = two.receive("r", blocks, "direct")
     two.publish("r", blocks)
-    two.step_all(two.of_calls)
+    two.world.take_all(two.of_calls)
     assert transfer.state is TransferState.FAILED and begun[0].abandoned
     assert not transfer.quiet.is_set() and len(world.flights()) == 1
     world.run()
@@ -294,7 +272,26 @@ def test_a_read_that_has_begun_is_known_of_where_the_next_one_cannot_begin(
 def test_a_deadline_says_at_which_sources_the_proof_is_awaited(two: Two) -> None:
     transfer = two.receive("r", range(1), "direct")
     two.publish("r", range(1))
-    two.step_all(two.world.pending, lambda: transfer.state is TransferState.VERIFYING)
+    two.world.take_all(two.world.pending, lambda: transfer.state is TransferState.VERIFYING)
     two.world.loop.pass_time(61)
     assert transfer.problem is not None and transfer.problem.code == "deadline"
     assert f"while reading at {', '.join(SOURCES)} whether the lease held" in transfer.problem.message
+
+
+def test_readers_of_one_shape_share_a_plan_and_each_pairs_once(world: World) -> None:
+    """More of them than a daemon keeps plans."""
+    source = Daemon(world, SOURCES[0], manifest_of("prefill", heads=2), {0: SOURCES[0]}, way="staged")
+    readers = []
+    for number in range(PAIRINGS + 1):
+        address = f"127.0.0.1:{7101 + number}"
+        manifest = manifest_of(f"decode-{number}", heads=2)
+        readers.append(Daemon(world, address, manifest, {0: address}, way="staged"))
+    for turn in range(2):
+        for number, reader in enumerate(readers):
+            request_id = f"r-{turn}-{number}"
+            source.publish(request_id, range(2))
+            transfer = reader.receive(request_id, 1, [0, 1], Order("prefill", SOURCES[0], way="staged"))
+            world.run()
+            assert transfer.problem is None
+    assert world.asked["Pair"] == len(readers)
+    assert len(source.engine.pairings) == 1
