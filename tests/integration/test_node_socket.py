@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvferryd.memory.node
 from kvferry.errors import KvferryError
 from kvferry.file import File
 from kvferry.memory.handover import SUFFIX, fetch, hand_over, open_pipe
@@ -19,11 +20,12 @@ from kvferryd.config import Config
 from kvferryd.memory.node import NodeDir
 
 pytestmark = pytest.mark.anyio
+ID = "0" * 32
 
 
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[NodeSocket]:
-    socket = NodeSocket(NodeDir(tmp_path, "id"))
+    socket = NodeSocket(NodeDir(tmp_path, ID))
     async with socket.serving():
         yield socket
     assert not os.listdir(tmp_path)
@@ -86,17 +88,24 @@ async def test_a_call_is_offered_so_many(node: NodeSocket, file: File) -> None:
     node.withdraw("call")
 
 
-def test_daemons_of_one_folder_have_one_id(tmp_path: Path) -> None:
+def test_daemons_of_one_folder_and_kernel_have_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(device="cuda:0", node_dir=tmp_path)
     with ThreadPoolExecutor(8) as pool:
         made = [each.id for each in pool.map(NodeDir.of, [config] * 8) if each]
     assert len(made) == 8 and len(set(made)) == 1 and len(made[0]) == 32
     assert os.listdir(tmp_path) == ["node-id"]
+    boot = tmp_path.with_suffix(".boot")
+    boot.write_text("another kernel's")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(kvferryd.memory.node, "BOOT", boot)
+        (there,) = filter(None, [NodeDir.of(config)])
+    assert there.id != made[0], "a folder of a network filesystem is seen on several nodes"
     assert NodeDir.of(Config(node_dir=tmp_path)) is None, "host memory is mapped by nobody"
-    (tmp_path / "node-id").write_text("no id")
-    with pytest.raises(KvferryError) as refused:
-        NodeDir.of(config)
-    assert (refused.value.code, refused.value.field) == ("bad_config", "node_dir")
+    for damaged in ("no id", "ab"):
+        (tmp_path / "node-id").write_text(damaged)
+        with pytest.raises(KvferryError) as refused:
+            NodeDir.of(config)
+        assert (refused.value.code, refused.value.field) == ("bad_config", "node_dir")
 
 
 async def test_peers_give_no_files_and_open_no_pipe(tmp_path: Path, node: NodeSocket, file: File) -> None:
@@ -106,15 +115,16 @@ async def test_peers_give_no_files_and_open_no_pipe(tmp_path: Path, node: NodeSo
         assert refused.value.code == "malformed_handover" and "give none" in refused.value.message
 
 
-async def test_sockets_of_dead_daemons_are_removed_and_those_of_living_ones_stay(
+async def test_sockets_of_dead_daemons_are_removed_and_those_of_living_ones_and_of_other_nodes_stay(
     tmp_path: Path, node: NodeSocket, file: File
 ) -> None:
-    dead, other = tmp_path / f"node-dead{SUFFIX}", tmp_path / "theirs"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(dead))
-    other.touch()
+    dead = tmp_path / f"{NodeDir(tmp_path, ID).socket_name()}{SUFFIX}"
+    other = tmp_path / f"{NodeDir(tmp_path, '1' * 32).socket_name()}{SUFFIX}"
+    for path in (dead, other):
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(path))
     ticket = node.offer("call", [file])
-    async with NodeSocket(NodeDir(tmp_path, "id")).serving():
+    async with NodeSocket(NodeDir(tmp_path, ID)).serving():
         assert not dead.exists() and other.exists()
         File.close_all(await fetched(tmp_path, node, "call", ticket))
     other.unlink()
@@ -122,6 +132,6 @@ async def test_sockets_of_dead_daemons_are_removed_and_those_of_living_ones_stay
 
 async def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(KvferryError) as refused:
-        async with NodeSocket(NodeDir(tmp_path / "none", "id")).serving():
+        async with NodeSocket(NodeDir(tmp_path / "none", ID)).serving():
             pytest.fail("it serves")
     assert (refused.value.code, refused.value.field) == ("bad_config", "node_dir")

@@ -6,13 +6,12 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 from kvferry.file import File
 from kvferry.memory.handover import SUFFIX
 from kvferryd.api.handover import Handovers
 from kvferryd.config import bad_config
-from kvferryd.memory.node import NodeDir, socket_name
+from kvferryd.memory.node import NodeDir
 from kvferryd.observe import logs
 
 log = logs.get(__name__)
@@ -23,8 +22,8 @@ MOST = 4096
 
 class NodeSocket:
     def __init__(self, node: NodeDir) -> None:
-        self._folder, self._handovers = node.folder, Handovers(most=MOST)
-        self.name = socket_name()
+        self._folder, self._sockets, self._handovers = node.folder, node.sockets, Handovers(most=MOST)
+        self.name = node.socket_name()
         """Told to peers: the socket's file has SUFFIX behind it."""
 
     @asynccontextmanager
@@ -33,7 +32,7 @@ class NodeSocket:
         path = self._folder / f"{self.name}{SUFFIX}"
         async with AsyncExitStack() as stack:
             try:
-                _sweep(self._folder)
+                self._sweep()
                 # It has its name once it listens: a socket of such a name at which nobody listens is a dead daemon's.
                 serving = self._handovers.serving(path, made_at=self._folder / self.name)
                 await stack.enter_async_context(serving)
@@ -53,16 +52,15 @@ class NodeSocket:
         """Files that nobody has fetched are closed. Idempotent."""
         self._handovers.withdraw(session)
 
-
-def _sweep(folder: Path) -> None:
-    """Remove the sockets that killed daemons have left. Raises OSError."""
-    for path in folder.glob(f"node-*{SUFFIX}"):
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(CONNECT_S)
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink(missing_ok=True)
-                log.info("removed a dead daemon's socket", path=str(path))
-            except OSError:  # it is being removed, or has many callers
-                continue
+    def _sweep(self) -> None:
+        """Remove the sockets that killed daemons of this node have left. Raises OSError."""
+        for path in self._folder.glob(f"{self._sockets}*{SUFFIX}"):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(CONNECT_S)
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink(missing_ok=True)
+                    log.info("removed a dead daemon's socket", path=str(path))
+                except OSError:  # it is being removed, or has many callers
+                    continue

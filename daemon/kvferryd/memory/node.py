@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 from dataclasses import dataclass
@@ -12,19 +13,25 @@ from kvferryd.config import Config, bad_config
 
 NAME, NBYTES = "node-id", 16
 SOCKET = r"node-[0-9a-f]{16}"
-"""The names of the daemons' sockets in it."""
-
-
-def socket_name() -> str:
-    """A new one."""
-    return f"node-{secrets.token_hex(8)}"
+"""The names of the daemons' sockets in it: of the kernel that runs, and of the daemon."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeDir:
     folder: Path
     id: str
-    """Known to those who see the folder: who names it is on this node. It proves nothing else."""
+    """Known to those who see the folder and run on this kernel: who names it is on this node. It proves nothing else.
+    A folder of a network filesystem has another id on each node."""
+
+    @property
+    def sockets(self) -> str:
+        """The names of the sockets of this node's daemons begin so."""
+        return f"node-{self.id[:8]}"
+
+    def socket_name(self) -> str:
+        """A new one."""
+        return f"{self.sockets}{secrets.token_hex(4)}"
 
     @classmethod
     def of(cls, config: Config) -> NodeDir | None:
@@ -53,4 +60,14 @@ def _id(folder: Path) -> str:
         finally:
             own.unlink(missing_ok=True)
     with path.open() as file:
-        return bytes.fromhex(file.read(1 + 2 * NBYTES)).hex()
+        held = bytes.fromhex(file.read(1 + 2 * NBYTES))
+    if len(held) != NBYTES:
+        raise ValueError(f"it has {len(held)} bytes instead of {NBYTES}")
+    return hashlib.blake2b(held + _boot(), digest_size=NBYTES).hexdigest()
+
+
+def _boot() -> bytes:
+    """Which start of which kernel this is; nothing where it does not say so."""
+    with contextlib.suppress(OSError):
+        return BOOT.read_bytes()
+    return b""
