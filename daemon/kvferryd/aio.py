@@ -41,6 +41,15 @@ def beside(rows: int, work: Callable[[], T]) -> asyncio.Future[T]:
     return worked
 
 
+def carry_out(effects: Iterable[T], do: Callable[[T], None], **about: object) -> None:
+    """Do the effects of a machine in their order. One that fails stops no other. about: what its line is about."""
+    for effect in effects:
+        try:
+            do(effect)
+        except Exception:
+            log.exception("an effect failed", step=type(effect).__name__, **about)
+
+
 def when_done(future: asyncio.Future[T], then: Callable[[asyncio.Future[T]], object]) -> None:
     """Call `then` with the future: now if it is done, and not only at the loop's next turn."""
     if future.done():

@@ -16,7 +16,7 @@ from kvferry.protocol.session_events import Rank
 from kvferry.protocol.sessions import Sessions, not_quiet
 from kvferry.protocol.values import Account
 from kvferry.v1 import engine_pb2
-from kvferryd.aio import Tasks, Timer, settle
+from kvferryd.aio import Tasks, Timer, carry_out, settle
 from kvferryd.config import Config
 from kvferryd.ending import Step, ended, tried
 from kvferryd.engine.fences import Fences
@@ -77,9 +77,7 @@ class Engines:
         self._acting = True
         try:
             while self._arisen:
-                for effect in self._machine.on(self._arisen.popleft(), asyncio.get_running_loop().time()):
-                    with tried(type(effect).__name__):
-                        self._do(effect)
+                carry_out(self._machine.on(self._arisen.popleft(), asyncio.get_running_loop().time()), self._do)
         finally:
             self._acting = False
         self._timer.set(self._machine.next_timer())

@@ -17,7 +17,7 @@ from kvferry.protocol.lease import Lease
 from kvferry.protocol.source import Source
 from kvferry.protocol.values import Account, Publication, ReaderId, Reading, Terms
 from kvferry.schemas import InboundRecord, LeaseRecord, LeaseState
-from kvferryd.aio import Timer, when_done
+from kvferryd.aio import Timer, carry_out, when_done
 from kvferryd.leases.record import record_of
 from kvferryd.leases.words import Words, drawn
 from kvferryd.observe import logs
@@ -84,12 +84,7 @@ class Leases:
             return []
 
     def _carry_out(self, effects: Iterable[e.SourceEffect]) -> None:
-        """An effect that fails stops no other."""
-        for effect in effects:
-            try:
-                self._do(effect)
-            except Exception:
-                log.exception("an effect failed", step=type(effect).__name__, engine_id=self.engine_id)
+        carry_out(effects, self._do, engine_id=self.engine_id)
 
     def _do(self, effect: e.SourceEffect) -> None:
         match effect:

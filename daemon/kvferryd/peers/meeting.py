@@ -13,7 +13,7 @@ from typing import assert_never
 from kvferry.errors import Internal, KvferryError
 from kvferry.protocol import peers_events as e
 from kvferry.protocol.peers import Peer, Peers
-from kvferryd.aio import Tasks, Timer, all_over, settle
+from kvferryd.aio import Tasks, Timer, all_over, carry_out, settle
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.observe.metrics import Metrics
@@ -118,11 +118,7 @@ class Meeting:
     def on(self, event: e.PeersEvent) -> list[e.PeersEffect]:
         """The effects, which have been carried out."""
         effects = self.machine.on(event, asyncio.get_running_loop().time())
-        for effect in effects:
-            try:
-                self._do(effect)
-            except Exception:  # it stops no other
-                log.exception("an effect failed", step=type(effect).__name__, engine_id=self.engine.engine_id)
+        carry_out(effects, self._do, engine_id=self.engine.engine_id)
         self._timer.set(self.machine.next_timer())
         return effects
 

@@ -14,7 +14,7 @@ from kvferry.protocol.attempts import Attempt, ReadingRank
 from kvferry.protocol.leader import Leader
 from kvferry.schemas import ErrorBody, OrderBody, Ordered, RankTransfer, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
-from kvferryd.aio import Tasks, Timer, to_the_end
+from kvferryd.aio import Tasks, Timer, carry_out, to_the_end
 from kvferryd.config import Config
 from kvferryd.ending import Step, ended
 from kvferryd.engine import Engine
@@ -86,11 +86,7 @@ class Ranks:
     # ---- the machine ----
 
     def _on(self, event: e.Event) -> None:
-        for effect in self._machine.on(event, asyncio.get_running_loop().time()):
-            try:
-                self._do(effect)
-            except Exception:  # it stops no other
-                log.exception("an effect failed", step=type(effect).__name__)
+        carry_out(self._machine.on(event, asyncio.get_running_loop().time()), self._do)
         self._timer.set(self._machine.next_timer())
 
     def _do(self, effect: e.Effect) -> None:

@@ -56,18 +56,16 @@ class Course:
         self.ms[state.value] += 1e3 * (now - self._state_began)
         self._state_began = now
 
-    def publish_awaited(self) -> None:
-        if self.unpublished_since is None:
-            self.unpublished_since = time.monotonic()
-
-    def published(self) -> None:
-        """End the wait for a publish, if there is one. It is booked as such, and not as time of the state in which it
-        was waited."""
+    def await_publish(self, *, awaited: bool) -> bool:
+        """Whether that is new. The wait is booked as such, and not as time of the state in which it was waited."""
+        if awaited is (self.unpublished_since is not None):
+            return False
+        now = time.monotonic()
         if self.unpublished_since is not None:
-            waited_s = time.monotonic() - self.unpublished_since
-            self.unpublished_since = None
-            self.ms["waiting_publish"] += 1e3 * waited_s
-            self._state_began += waited_s
+            self.ms["waiting_publish"] += 1e3 * (now - self.unpublished_since)
+            self._state_began += now - self.unpublished_since
+        self.unpublished_since = now if awaited else None
+        return True
 
     def moved(self, began: float) -> None:
         """A move that began then is over."""

@@ -16,7 +16,7 @@ from kvferry.protocol import requests_events as e
 from kvferry.protocol.attempts import Attempt, Limits, ReadingRank, draining, engine_gone
 from kvferry.protocol.requests import Requests
 from kvferry.schemas import TransferState
-from kvferryd.aio import Notes, Tasks
+from kvferryd.aio import Notes, Tasks, carry_out
 from kvferryd.config import Config
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
@@ -78,11 +78,7 @@ class Transfers(Book):
         Raises KvferryError where the machine refuses the event.
         """
         effects = self.requests.on(event)
-        for effect in effects:
-            try:
-                self._do(effect)
-            except Exception:  # it stops no other
-                log.exception("an effect failed", step=type(effect).__name__)
+        carry_out(effects, self._do)
         return effects
 
     def _answer(self, event: e.Ordered | e.Reserved | e.Handed) -> tuple[Transfer, bool]:

@@ -311,15 +311,11 @@ class Work:
                 self._take(effect)
             except Exception as error:  # noqa: BLE001
                 self._broke(error)
-        awaits = it.awaits_publish
+        turned = course.await_publish(awaited=it.awaits_publish)
         if it.state is not self._of.state and not it.state.ended:
             self._enter(it.state)
-        elif it.lease != lease or awaits is not (course.unpublished_since is not None):
+        elif turned or it.lease != lease:
             self._of.wake()
-        if awaits:
-            course.publish_awaited()
-        else:
-            course.published()
         self._note_wait(event)
         if it.do is not before:
             self._heard.set()
@@ -385,7 +381,6 @@ class Work:
     # ---- the end ----
 
     def _enter(self, state: TransferState) -> None:
-        self._of.course.published()
         self._of.course.leave(self._of.state)
         self._of.state = state
         self._of.wake()
@@ -397,6 +392,7 @@ class Work:
                     flight.abandon()
         it, problem = self._of, verdict.problem
         read = [(each.source, each.read.nbytes, each.lease.version) for each in self._readers.values()]
+        it.course.await_publish(awaited=False)
         self._enter(verdict.state)
         it.course.end()
         it.problem = problem.kept() if problem else None
