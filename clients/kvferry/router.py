@@ -133,6 +133,11 @@ class RouterClient:
         path = f"/v1/transfers/{_quoted(transfer_id)}"
         return await self._call("GET", path, schemas.TransferRecord, query=_wait(wait_s), wait_s=wait_s)
 
+    async def source_half(self, transfer_id: str) -> schemas.SourceHalf:
+        """What the source's daemons know of the lease that the transfer reads: its daemon asks them now. Raises
+        `unknown_transfer`."""
+        return await self._call("GET", f"/v1/transfers/{_quoted(transfer_id)}/source", schemas.SourceHalf)
+
     async def wait(self, transfer_id: str, *, timeout_s: float = 60.0) -> schemas.TransferRecord:
         """Long-poll until the transfer ended or `timeout_s` passed: look at `record.state.ended`."""
         deadline = time.monotonic() + timeout_s

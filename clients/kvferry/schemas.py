@@ -256,7 +256,9 @@ class LeaseReader(_Answer):
 
     state: `reading`; `read`, it has all that it wanted; `left`, it has gone without, or its engine reads all anew in a
     later attempt. bytes: what it has read, as it says when it closes the lease. attempt: the number of its engine's;
-    where orders bring their tables the one by which rank 0 counts those.
+    where orders bring their tables the one by which rank 0 counts those. By the source's clock from the first publish
+    on, None where that was not, or is not yet: opened_ms, when it had the lease open, 0 where it had waited for it;
+    packed_ms, when all was packed of what is staged; closed_ms, when it said that it needs no more.
     """
 
     engine_id: str
@@ -266,10 +268,14 @@ class LeaseReader(_Answer):
     state: str = "reading"
     bytes: int = 0
     attempt: int = 0
+    opened_ms: float | None = None
+    packed_ms: float | None = None
+    closed_ms: float | None = None
 
 
 class LeaseRecord(_Answer):
-    """lease: its number. age_ms: from the first publish until now or its end. reason: why it ended, if it was not read.
+    """lease: its number. age_ms: from the first publish until now or its end. shown_ms: from then until readers saw the
+    last publish, its fence reached; None before. reason: why it ended, if it was not read.
     bytes: of all readers. readers: of a lease that has ended, the first 32."""
 
     request_id: str
@@ -286,6 +292,7 @@ class LeaseRecord(_Answer):
     created_at: float = 0.0
     ended_at: float | None = None
     age_ms: float = 0.0
+    shown_ms: float | None = None
     reason: str = ""
     bytes: int = 0
     readers: list[LeaseReader] = []
@@ -298,6 +305,24 @@ class LeaseList(_Answer):
 
     leases: list[LeaseRecord]
     total: int = 0
+
+
+class SourceRank(_Answer):
+    """What one rank of a source knows of the lease that a transfer reads, or why it does not say. Times in `lease` are
+    by its own clock; of its readers there are the ranks of the engine that reads."""
+
+    rank: int
+    address: str
+    lease: LeaseRecord | None = None
+    error: ErrorBody | None = None
+
+
+class SourceHalf(_Answer):
+    """The source's half of a transfer, as its daemons tell it now. why: why they are not asked; then there are no
+    `ranks`."""
+
+    ranks: list[SourceRank] = []
+    why: str = ""
 
 
 class PeerRequest(_Request):

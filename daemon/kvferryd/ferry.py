@@ -43,6 +43,7 @@ from kvferryd.peers.peer import PHASES, Figures, PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.remembered import Remembered
 from kvferryd.peers.roster import Roster, Seed
+from kvferryd.peers.served import served
 from kvferryd.process import heap
 from kvferryd.transfers.order import order_of, reservations_of
 from kvferryd.transfers.ranks import naming
@@ -145,6 +146,20 @@ class Ferry:
         found = (each.body for each in self.history.earlier if each.transfer_id == transfer_id)
         body = next(found, None)
         return None if body is None else schemas.TransferRecord.model_validate_json(body)
+
+    async def source_half(self, transfer_id: str) -> schemas.SourceHalf:
+        """What the source's daemons know of the lease that a transfer reads. Raises KvferryError
+        (`unknown_transfer`)."""
+        if self.jobs.find(transfer_id) is None and self._before(transfer_id) is not None:
+            return schemas.SourceHalf(why="it ended with the daemon before this one, which alone had met the source")
+        transfer = self.jobs.get(transfer_id)
+        if (order := transfer.order) is None or not transfer.lease:
+            return schemas.SourceHalf(why="it has not learned of a lease")
+        for peer in self.peers_known.of_engine(order.engine_id):
+            if peer.own.session.rank == transfer.own and peer.epoch == transfer.source_epoch:
+                timeout_s = self.config.connect_timeout_s
+                return schemas.SourceHalf(ranks=await served(peer, transfer.request_id, transfer.lease, timeout_s))
+        return schemas.SourceHalf(why=f"engine {order.engine_id}, as it was read, is not known any more")
 
     async def until_over(self, transfer: Transfer, wait_s: float) -> None:
         """Or until `wait_s` have passed."""

@@ -16,7 +16,7 @@ from lives import engine_on, published, reads_from
 from ranks import Blocks, Shape, TestEngine, start_rank
 
 from kvferry.router import RouterClient
-from kvferry.schemas import DestinationBody, LeaseState, OrderBody, TransferState
+from kvferry.schemas import DestinationBody, LeaseRecord, LeaseState, OrderBody, TransferState
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import tables_to_proto
 
@@ -255,6 +255,12 @@ async def test_who_knows_a_requests_id_does_not_end_what_another_reads(
             return [it.readers_open for it in await router.leases() if it.request_id == request_id] == [3]
 
         await until(all_read, "both ranks of the reader read beside the stranger")
+        named = {"engine_id": "roles-s", "epoch": scene.source.epoch, "request_id": request_id}
+        served = peer_pb2.ServedRequest(**named, lease=scene.source.lease(request_id), reader=told)
+        of_itself = LeaseRecord.model_validate_json((await stub.Served(served)).record)
+        assert [(each.engine_id, each.rank, each.bytes) for each in of_itself.readers] == [(told.engine_id, 0, 0)]
+        served.reader.epoch = "another"
+        assert (await refusal(stub.Served(served))).code == "unknown_lease"
         for reader in (told, None):
             asked = peer_pb2.AbortRequest(engine_id="roles-s", request_id=request_id, fan_out=True, reader=reader)
             assert (await stub.Abort(asked)).leases_ended == 0

@@ -316,6 +316,7 @@ async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int)
             if rng.random() < 0.7:  # JSON in a message
                 said.order = json.dumps(making.json(order.model_dump(mode="json"))).encode()
 
+        reads = peer_pb2.Reader(engine_id="reader", epoch="1", rank=0, world_size=1)
         good: list[tuple[Message, type[Message]]] = [
             (peer_pb2.HandshakeRequest(**SPOKEN, engine_id=attacked.engine.engine_id), peer_pb2.HandshakeReply),
             (joining(raw.engine_id, member), peer_pb2.Roster),
@@ -323,6 +324,7 @@ async def test_calls_of_a_peer(attacked: Target, rng: random.Random, count: int)
             (peer_pb2.MapRequest(**of_target), peer_pb2.MapReply),
             (peer_pb2.PairRequest(**of_target, sources=[own], destination=other), peer_pb2.PairReply),
             (peer_pb2.SumRequest(**of_target, wanted=wanted, wide=True), peer_pb2.SumReply),
+            (peer_pb2.ServedRequest(**of_target, request_id="r0", lease=1, reader=reads), peer_pb2.ServedReply),
             (peer_pb2.PrewarmRequest(**of_raw, source=source), peer_pb2.PrewarmReply),
             (led, peer_pb2.LeadReply),
             (peer_pb2.RecordRequest(**of_raw, transfer_id=ordered[0].transfer_id), peer_pb2.RecordReply),

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from browser import CHROMIUM, CLIPPED, CONTRASTS, PHONE, Browser, Page, browser
 from fleet import TIMEOUT_S, Daemons, under_way, until
+from lives import reads_from
 from pair import MANY, TOKENS, Pair, half_published, order, prefilled
 from ranks import Shape, TestEngine
 
@@ -136,13 +137,13 @@ async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(
         await page.value(f"{row(request_id)}.querySelector('td.state').click()")
         await page.until("!document.getElementById('detail').hidden")
         assert await page.texts("#detail h2") == [request_id]
-        assert await page.texts("#detail .of-rank > span") == ["rank 0", "rank 1", "rank 2", ""]
-        widths = await page.value(
-            "[...document.querySelectorAll('#detail .lane')].map((it) => [...it.children].map((i) => i.className))"
-        )
+        own = "[...document.querySelector('#detail .timeline').querySelectorAll('.of-rank > span')]"
+        assert await page.value(f"{own}.map((it) => it.innerText)") == ["rank 0", "rank 1", "rank 2", ""]
+        lanes = "[...document.querySelector('#detail .timeline').querySelectorAll('.lane')]"
+        widths = await page.value(f"{lanes}.map((it) => [...it.children].map((i) => i.className))")
         assert all({"waiting", "reading"} <= set(parts) for parts in widths)
         ranks = await page.value(
-            "[...document.querySelectorAll('#detail tbody tr')].map((it) => [it.className, it.cells[3].innerText])"
+            "[...document.querySelector('#detail tbody').rows].map((it) => [it.className, it.cells[3].innerText])"
         )
         assert [int(runs.replace(",", "")) for _, runs in ranks] == [share.descriptors for share in record.ranks]
         assert [name for name, _ in ranks].index("slow") == record.slowest_rank
@@ -165,6 +166,46 @@ async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(
         await page.until("document.getElementById('detail').hidden")
     async with watching(chrome, pair.decode.daemons[0], f"#transfer={'0' * 32}") as page:
         await page.until("document.getElementById('detail').innerText.includes('does not know')")
+
+
+async def test_the_sources_half_is_shown_by_the_sources_clock(chrome: Browser, pair: Pair, request_id: str) -> None:
+    record = await moved(pair, request_id)
+    half = await pair.routers[0].source_half(record.transfer_id)
+    assert half.why == "" and [each.rank for each in half.ranks] == [0, 1]
+    reads = []
+    for each in half.ranks:
+        lease = each.lease
+        assert lease is not None and lease.shown_ms is not None
+        assert (lease.request_id, lease.lease, lease.state) == (request_id, record.lease, "released")
+        for it in lease.readers:
+            assert (it.engine_id, it.state) == ("decode", "read")
+            assert it.closed_ms is not None and lease.shown_ms <= it.closed_ms <= lease.age_ms
+            assert it.opened_ms is None or it.opened_ms <= it.closed_ms
+            reads.append((each.rank, it.rank))
+    assert {reader for _, reader in reads} == {0, 1, 2}
+    async with watching(chrome, pair.decode.daemons[0], f"#transfer={record.transfer_id}", **PHONE) as page:
+        await page.until("document.querySelectorAll('#detail .timeline').length === 2")
+        lanes = "[...document.querySelectorAll('#detail .timeline')[1].querySelectorAll('.of-rank > span')]"
+        said = await page.value(f"{lanes}.map((it) => it.innerText)")
+        assert said == [*(f"{rank} → {reader}" for rank, reader in reads), ""]
+        assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
+        asked = [each for each in page.requested if each.endswith("/source")]
+        assert len(asked) == 1, "once, and by this daemon"
+
+
+async def test_a_source_that_does_not_say_is_not_said_to_have_moved_nothing(
+    chrome: Browser, pair: Pair, daemons: Daemons, request_id: str
+) -> None:
+    (daemon,) = await daemons.start("half-gone")
+    source = await TestEngine.start("half-gone", [daemon], Shape.tp(1))
+    await reads_from(pair.decode, source, request_id)
+    daemon.process.kill()
+    await asyncio.to_thread(daemon.process.wait)
+    record = (await pair.routers[0].transfers(request_id))[0]
+    async with watching(chrome, pair.decode.daemons[0], f"#transfer={record.transfer_id}") as page:
+        await page.until("/does not say: |is not known: /.test(document.getElementById('detail').innerText)")
+        assert await page.value("document.querySelectorAll('#detail .timeline').length") == 1
+    await source.close()
 
 
 async def test_a_failure_is_told_with_its_remedy(chrome: Browser, pair: Pair, request_id: str) -> None:

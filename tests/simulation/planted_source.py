@@ -51,8 +51,8 @@ def under_readers(lease: Lease) -> bool:
     return not lease.more and lease.readers.whole >= lease.terms.readers
 
 
-def incomplete(readers: Readers, *args: Any, close: Any = Readers.close, **more: Any) -> None:
-    close(readers, *args, **more | {"complete": True})
+def incomplete(readers: Readers, who: Any, left: Any, *more: Any, close: Any = Readers.close) -> None:
+    close(readers, who, left._replace(complete=True), *more)
 
 
 def forgotten_with_the_lease(leases: Leases, event: Any, now: float, publish: Any = Leases._publish) -> Any:

@@ -321,8 +321,8 @@ def test_readers_that_gave_up_take_no_place(source: ByEvents) -> None:
     source.publish()
     for number in range(MAX_READERS + 1):
         who = rank_of(0, 1, f"stranger-{number}")
-        source.lease().readers.open(who, (1, number), 0)  # type: ignore[arg-type]
-        source.lease().readers.close(who, (1, number), 0, complete=False, nbytes=0)  # type: ignore[arg-type]
+        source.lease().readers.open(who, Reading(1, number), 0, now=0.0)
+        source.lease().readers.close(who, e.Leave(Reading(1, number)), 0.0)
     assert max(source.lease().sizes().values()) <= MAX_READERS
     source.read()
     assert source.state() is LeaseState.RELEASED

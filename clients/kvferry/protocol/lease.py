@@ -35,10 +35,10 @@ class Lease:
     def __init__(self, terms: Terms, now: float) -> None:
         self.terms, self.since, self.expires_at = terms, now, now + terms.ttl_s
         self.state = LeaseState.PUBLISHING
-        self.shown, self.version = UNSEEN, 0
-        """The last publish that readers see, and how many they have seen."""
+        self.shown, self.version, self.shown_at = UNSEEN, 0, now
+        """The last publish that readers see, how many they have seen, and since when they see it."""
         self.queued: deque[_Queued] = deque()
-        self.readers = Readers(terms.request_id)
+        self.readers = Readers(terms.request_id, now)
         self.awaited = self.announced = False
         """Whether readers waited for the first publish; whether the lease was announced."""
         self.trace = UNTRACED
@@ -126,7 +126,7 @@ class Lease:
             return next.problem
         self.shown = next.said
         self.version += 1
-        self.expires_at = now + self.terms.ttl_s
+        self.expires_at, self.shown_at = now + self.terms.ttl_s, now
         if not next.said.more:
             self.state = moved(self.state, LeaseState.PUBLISHED)
         return None
@@ -143,11 +143,12 @@ class Lease:
         """With all readers while it lives, and only the first of them once it has ended."""
         ended, terms = self.state.ended, self.terms
         readers = tuple(islice(self.readers, REMEMBERED if ended else None))
+        shown_s = self.shown_at - self.since if self.version else None
         left_s = None if ended or self.readers.live else max(0.0, self.expires_at - now)
         return Account(
             terms.request_id, terms.number, self.state, self.shown.num_tokens, self.shown.weights, terms.readers,
-            self.readers.live, self.readers.closed, terms.created_at, now - self.since, left_s, self.reason,
-            self.problem, self.readers.nbytes, readers, self.trace,
+            self.readers.live, self.readers.closed, terms.created_at, now - self.since, shown_s, left_s,
+            self.reason, self.problem, self.readers.nbytes, readers, self.trace,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from kvferry.protocol.kept import Alarms, Latest
 from kvferry.protocol.lease import Lease, lease_ended, why_over
 from kvferry.protocol.readers import Finished
 from kvferry.protocol.states import LeaseState
-from kvferry.protocol.values import Account, ReaderId, Reading, Sizes, Trace
+from kvferry.protocol.values import Account, ReaderId, Reading, Sizes
 from kvferry.protocol.waits import Waits
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Leases:
             remembered.pop(request_id)
         for asked, who in self._waits.up_to(request_id, number):
             lease.awaited = True
-            effects += self.open(asked, who)
+            effects += self.open(asked, who, now)
         return effects + self._queue(lease, event, now)
 
     def _queue(self, lease: Lease, event: e.Publish, now: float) -> Effects:
@@ -198,7 +198,7 @@ class Leases:
         """Whether the stream is told of leases as they are published."""
         (self._audience.add if listening else self._audience.discard)(stream)
 
-    def open(self, asked: e.Ask, who: ReaderId) -> Effects:
+    def open(self, asked: e.Ask, who: ReaderId, now: float) -> Effects:
         held = self._held(asked.request_id, asked.lease)
         if held is None:
             held = self._waits.refusal(asked.request_id, who)
@@ -208,7 +208,7 @@ class Leases:
         if not isinstance(held, Lease):
             return self._over(asked.reading, held)
         try:
-            held.readers.open(who, asked.reading, asked.attempt, asked.by)
+            held.readers.open(who, asked.reading, asked.attempt, asked.by, now=now)
         except KvferryError as refused:
             return self._over(asked.reading, refused.kept())
         held.trace = asked.trace
@@ -218,31 +218,31 @@ class Leases:
     def _over(self, reading: Reading, why: KvferryError) -> Effects:
         return self._streams[reading.stream].over(reading.number, why)
 
-    def close(self, left: e.Leave, who: ReaderId, request_id: str, trace: Trace, now: float) -> Effects:
-        """request_id, trace: of the lease, as the reader asked for it."""
+    def close(self, left: e.Leave, who: ReaderId, asked: e.Ask | e.Leave, now: float, packed: float | None) -> Effects:
+        """asked: as the reader asked for the lease. packed: when all that it wanted of it was packed."""
         served: Effects = [e.Served(who.engine_id, left.nbytes)] if left.nbytes else []
         lease, _ = self._opened.pop(left.reading, (None, who))
         if lease is not None:
-            lease.readers.close(who, left.reading, left.attempt, left.by, complete=left.complete, nbytes=left.nbytes)
+            lease.readers.close(who, left, now, packed)
             self._finish_early(lease)
             return served + self._settle(lease, now)
         waited = self._waits.pop(left.reading) is not None
         if left.complete and (waited or not left.reading.number):
-            return served + self._finish(left, who, request_id, trace, now)
+            return served + self._finish(left, who, asked, now)
         return served
 
-    def _finish(self, left: e.Leave, who: ReaderId, request_id: str, trace: Trace, now: float) -> Effects:
+    def _finish(self, left: e.Leave, who: ReaderId, asked: e.Ask | e.Leave, now: float) -> Effects:
         """A rank has finished without opening the lease of this number, perhaps before its publish."""
-        number, newest = left.lease, self.newest(request_id)
+        request_id, number, newest = asked.request_id, left.lease, self.newest(asked.request_id)
         lease = self._live.get(request_id) if number == newest else None
         if lease is None and (number <= newest or self._closed):
             return []
-        early = (self._early.get((request_id, number)) or {}) | {who: (left.attempt, left.by, left.nbytes)}
+        early = (self._early.get((request_id, number)) or {}) | {who: (left.attempt, left.by, left.nbytes, now)}
         if len(early) <= TOMBSTONES:
             self._early.put((request_id, number), early)
         if lease is None or lease.readers.reads(who):
             return []
-        lease.trace = trace
+        lease.trace = asked.trace
         self._finish_early(lease)
         return self._settle(lease, now)
 

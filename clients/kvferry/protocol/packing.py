@@ -37,7 +37,7 @@ class Packing:
 
     def __init__(self, said: Pack) -> None:
         self.at = p.At(said.reading, said.packing)
-        self._chunks, self._last, self._asked_for = said.chunks, said.last, said.wanted
+        self._said, self._chunks = said, said.chunks
         self._stage = OPENED
         self._begun: set[int] = set()
         """Chunks that were wanted, ever."""
@@ -48,6 +48,8 @@ class Packing:
         self._held: set[int] = set()
         """Chunks that the reader knows to be packed, and has not read."""
         self._packed = self._read = 0
+        self.packed_at: float | None = None
+        """When the last of its chunks was packed."""
         self._patience: float | None = None
         """How long the reader may hold slots and say nothing. None: nobody will look."""
         self._vouched = False
@@ -57,14 +59,14 @@ class Packing:
     @property
     def whole(self) -> bool:
         """Whether all is packed that the reader wants of the lease."""
-        return self._stage == CUT and self._last and self._packed == self._chunks
+        return self._stage == CUT and self._said.last and self._packed == self._chunks
 
     def begin(self, view: View) -> Effects:
         """Pack what is wanted of this view of the lease; not anew of a later one."""
         if self._stage != OPENED:
             return []
         self._stage = CUTTING
-        return [p.Cut(self.at, self._asked_for, view)]
+        return [p.Cut(self.at, self._said.wanted, view)]
 
     def on(self, event: p.PackingEvent, now: float) -> Effects:
         match event:
@@ -140,6 +142,8 @@ class Packing:
     def _gathered(self, chunk: int, now: float) -> Effects:
         self._untold.append(chunk)
         self._packed += 1
+        if self._packed == self._chunks:
+            self.packed_at = now
         effects: Effects = [Speak(self.at.reading)]
         self._wait_until(now + IDLE_S, effects)
         return self._go_on(effects, behind=True)

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvferry.errors import Conflict, Full
+from kvferry.protocol import events as e
 from kvferry.protocol.kept import Latest
-from kvferry.protocol.values import Reader, ReaderEngine, ReaderId, Reading, Sizes
+from kvferry.protocol.values import NEVER, Reader, ReaderEngine, ReaderId, Reading, Sizes, Times
 
-Finished = dict[ReaderId, tuple[int, str, int]]
-"""Ranks that have read, without opening the lease: the attempt of each, who counts that, and its bytes."""
+Finished = dict[ReaderId, tuple[int, str, int, float]]
+"""Ranks that have read, without opening the lease: the attempt of each, who counts that, its bytes, and when."""
 MAX_READERS = 4096
 """Ranks that one lease remembers as readers."""
 
@@ -31,11 +32,13 @@ class _Place:
     reading: Reading | None = None
     read: bool = False
     nbytes: int = 0
+    times: Times = NEVER
 
 
 class Readers:
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
+    def __init__(self, request_id: str, since: float) -> None:
+        """since: the lease's first publish."""
+        self._request_id, self._since = request_id, since
         self._places: dict[ReaderId, _Place] = {}
         self._read: Counter[ReaderEngine] = Counter()
         """Ranks of each engine that have read, in its newest attempt."""
@@ -46,33 +49,33 @@ class Readers:
         self.live = self.closed = self.whole = self.nbytes = 0
         """Ranks that read now; ranks that have read; engines of which all ranks have; bytes that were read in all."""
 
-    def open(self, who: ReaderId, reading: Reading, attempt: int, by: str = "") -> None:
+    def open(self, who: ReaderId, reading: Reading, attempt: int, by: str = "", *, now: float) -> None:
         """Raises KvferryError: `already_reading`, `full`."""
         place = self._places.get(who)
         if place is not None and place.reading is not None:
             why = f"{who.engine_id} rank {who.rank} reads request {self._request_id} already"
             remedy = "wait for that read to end"
             raise Conflict("already_reading", why, field="request_id", value=self._request_id, remedy=remedy)
-        self._add(who, _Place(attempt, by, reading))
+        self._add(who, _Place(attempt, by, reading, times=Times(now - self._since)))
 
-    def close(
-        self, who: ReaderId, reading: Reading, attempt: int, by: str = "", *, complete: bool, nbytes: int
-    ) -> None:
-        """The reader goes. Ignored if another reading has taken its place."""
-        self.nbytes += nbytes
+    def close(self, who: ReaderId, left: e.Leave, now: float, packed_at: float | None = None) -> None:
+        """The reader goes. Ignored if another reading has taken its place. packed_at: when all that it wanted was."""
+        self.nbytes += left.nbytes
         place = self._places.get(who)
-        if place is None or place.reading != reading:
+        if place is None or place.reading != left.reading:
             return
         place.reading = None
         self.live -= 1
-        place.nbytes = nbytes
-        self._go_on(who, place, attempt, by)
-        if complete and self._is_newest(who, place):
+        place.nbytes = left.nbytes
+        packed = None if packed_at is None else packed_at - self._since
+        place.times = Times(place.times.opened, packed, now - self._since)
+        self._go_on(who, place, left.attempt, left.by)
+        if left.complete and self._is_newest(who, place):
             self._count(who, place, read=True)
         if not place.read:
             del self._places[who]
 
-    def finish(self, who: ReaderId, attempt: int, by: str = "", *, nbytes: int) -> None:
+    def finish(self, who: ReaderId, attempt: int, by: str = "", *, nbytes: int, now: float) -> None:
         """A rank that does not have it open has read it: it had nothing to read, or was quick with an announcement.
 
         Raises KvferryError: `full`.
@@ -82,6 +85,7 @@ class Readers:
             place = self._add(who, _Place(attempt, by))
         self.nbytes += nbytes
         place.nbytes = max(nbytes, place.nbytes)
+        place.times = place.times._replace(closed=max(0.0, now - self._since))
         self._go_on(who, place, attempt, by)
         if self._is_newest(who, place):
             self._count(who, place, read=True)
@@ -105,9 +109,9 @@ class Readers:
     def finish_all(self, ranks: Finished) -> Finished:
         """Ranks that have it open, by another reading, are left."""
         for who in [who for who in ranks if not self.reads(who)]:
-            attempt, by, nbytes = ranks.pop(who)
+            attempt, by, nbytes, at = ranks.pop(who)
             try:
-                self.finish(who, attempt, by, nbytes=nbytes)
+                self.finish(who, attempt, by, nbytes=nbytes, now=at)
             except Full:
                 continue
         return ranks
@@ -119,7 +123,7 @@ class Readers:
     def __iter__(self) -> Iterator[Reader]:
         for who, place in self._places.items():
             state = "read" if place.read else "left" if place.reading is None else "reading"
-            yield Reader(who, state, place.nbytes, place.attempt)
+            yield Reader(who, state, place.nbytes, place.attempt, place.times)
 
     def _is_newest(self, who: ReaderId, place: _Place) -> bool:
         """Whether its engine is in this attempt."""

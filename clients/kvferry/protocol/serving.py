@@ -37,6 +37,8 @@ class _Opened:
     over: KvferryError | None = None
     """Why the lease does not hold, where the reader is not told: all that it wants is packed."""
     packing: Packing | None = None
+    packed_at: float | None = None
+    """When all was packed that its last packing wanted."""
 
 
 class Serving:
@@ -64,7 +66,7 @@ class Serving:
                 left = (e.Leave(Reading(self.stream, number)) for number in list(self._opened))
                 return [effect for each in left for effect in self._leave(each, now)]
             case e.Ask():
-                return self._ask(event)
+                return self._ask(event, now)
             case e.Pack():
                 return self._pack(event)
             case e.Leave():
@@ -135,7 +137,7 @@ class Serving:
             return e.Unpublished()
         return opened.packing.take() if opened.packing is not None else None
 
-    def _ask(self, asked: e.Ask) -> Effects:
+    def _ask(self, asked: e.Ask, now: float) -> Effects:
         reading = asked.reading
         if reading.number in self._opened or len(self._opened) >= self.most:
             why = f"it is open already, or {len(self._opened)} readings are too many"
@@ -144,7 +146,7 @@ class Serving:
         self._opened[reading.number] = _Opened(asked)
         if asked.refused is not None:
             return self.over(reading.number, asked.refused)
-        return self._leases.open(asked, self.who)
+        return self._leases.open(asked, self.who, now)
 
     def _pack(self, said: e.Pack) -> Effects:
         opened = self._opened.get(said.reading.number)
@@ -160,10 +162,10 @@ class Serving:
     def _leave(self, left: e.Leave, now: float) -> Effects:
         opened = self._opened.pop(left.reading.number, None)
         if opened is not None:
-            said = opened.asked
-            return _ended(opened) + self._leases.close(left, self.who, said.request_id, said.trace, now)
+            ended = _ended(opened)
+            return ended + self._leases.close(left, self.who, opened.asked, now, opened.packed_at)
         if left.complete and not left.reading.number:
-            return self._leases.close(left, self.who, left.request_id, left.trace, now)
+            return self._leases.close(left, self.who, left, now, None)
         return []
 
     def check(self) -> None:
@@ -194,4 +196,7 @@ def _begun(opened: _Opened) -> Effects:
 def _ended(opened: _Opened) -> Effects:
     """It packs nothing more."""
     packing, opened.packing = opened.packing, None
-    return packing.end() if packing is not None else []
+    if packing is None:
+        return []
+    opened.packed_at = packing.packed_at
+    return packing.end()

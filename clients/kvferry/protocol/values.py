@@ -86,6 +86,18 @@ class View:
         return self.terms.word, self.version
 
 
+class Times(NamedTuple):
+    """Seconds from a lease's first publish until a rank had it open, until all that it wanted was packed, and until it
+    closed it. None where that was not, or is not yet."""
+
+    opened: float | None = None
+    packed: float | None = None
+    closed: float | None = None
+
+
+NEVER = Times()
+
+
 @frozen
 class Reader:
     """How one rank stands that reads a lease, or has. state: reading, read, left."""
@@ -94,6 +106,7 @@ class Reader:
     state: str
     nbytes: int
     attempt: int
+    times: Times
 
 
 @frozen
@@ -114,6 +127,8 @@ class Account:
     created_at: float
     age_s: float
     """Until now, or its end."""
+    shown_s: float | None
+    """From its first publish until readers saw the last one, its fence reached; None before."""
     expires_in_s: float | None
     """None while somebody reads it, and once it has ended."""
     reason: str

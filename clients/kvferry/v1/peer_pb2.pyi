@@ -1373,6 +1373,54 @@ class Wait(google.protobuf.message.Message):
 Global___Wait: typing_extensions.TypeAlias = Wait
 
 @typing.final
+class ServedRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    READER_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    """the source engine"""
+    epoch: builtins.str
+    request_id: builtins.str
+    lease: builtins.int
+    @property
+    def reader(self) -> Global___Reader:
+        """as any rank of the caller's engine reads: of others nothing is told"""
+
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        epoch: builtins.str = ...,
+        request_id: builtins.str = ...,
+        lease: builtins.int = ...,
+        reader: Global___Reader | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "lease", b"lease", "reader", b"reader", "request_id", b"request_id"]) -> None: ...
+
+Global___ServedRequest: typing_extensions.TypeAlias = ServedRequest
+
+@typing.final
+class ServedReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: builtins.int
+    record: builtins.bytes
+    """LeaseRecord as JSON, with the readers of that engine alone"""
+    def __init__(
+        self,
+        *,
+        record: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["record", b"record"]) -> None: ...
+
+Global___ServedReply: typing_extensions.TypeAlias = ServedReply
+
+@typing.final
 class AbortRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

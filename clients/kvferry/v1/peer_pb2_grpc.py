@@ -84,6 +84,11 @@ class PeerStub(object):
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.RecordRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_peer__pb2.RecordReply.FromString,
                 _registered_method=True)
+        self.Served = channel.unary_unary(
+                '/kvferry.v1.Peer/Served',
+                request_serializer=kvferry_dot_v1_dot_peer__pb2.ServedRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_peer__pb2.ServedReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/kvferry.v1.Peer/Abort',
                 request_serializer=kvferry_dot_v1_dot_peer__pb2.AbortRequest.SerializeToString,
@@ -173,6 +178,13 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Served(self, request, context):
+        """What a source knows of a lease that the caller reads, or has read: for people who look at the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
         rank if fan_out.
@@ -240,6 +252,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Record,
                     request_deserializer=kvferry_dot_v1_dot_peer__pb2.RecordRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_peer__pb2.RecordReply.SerializeToString,
+            ),
+            'Served': grpc.unary_unary_rpc_method_handler(
+                    servicer.Served,
+                    request_deserializer=kvferry_dot_v1_dot_peer__pb2.ServedRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_peer__pb2.ServedReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -522,6 +539,33 @@ class Peer(object):
             '/kvferry.v1.Peer/Record',
             kvferry_dot_v1_dot_peer__pb2.RecordRequest.SerializeToString,
             kvferry_dot_v1_dot_peer__pb2.RecordReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Served(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Peer/Served',
+            kvferry_dot_v1_dot_peer__pb2.ServedRequest.SerializeToString,
+            kvferry_dot_v1_dot_peer__pb2.ServedReply.FromString,
             options,
             channel_credentials,
             insecure,

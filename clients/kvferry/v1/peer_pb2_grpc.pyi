@@ -185,6 +185,22 @@ _PeerRecordType = typing_extensions.TypeVar(
     ],
 )
 
+_PeerServedType = typing_extensions.TypeVar(
+    '_PeerServedType',
+    grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.ServedRequest,
+        kvferry.v1.peer_pb2.ServedReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.ServedRequest,
+        kvferry.v1.peer_pb2.ServedReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.ServedRequest,
+        kvferry.v1.peer_pb2.ServedReply,
+    ],
+)
+
 _PeerAbortType = typing_extensions.TypeVar(
     '_PeerAbortType',
     grpc.UnaryUnaryMultiCallable[
@@ -217,7 +233,7 @@ _PeerPrewarmType = typing_extensions.TypeVar(
     ],
 )
 
-class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerSumType, _PeerOrderType, _PeerLeadType, _PeerRecordType, _PeerAbortType, _PeerPrewarmType]):
+class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType, _PeerMapType, _PeerReadType, _PeerPairType, _PeerSumType, _PeerOrderType, _PeerLeadType, _PeerRecordType, _PeerServedType, _PeerAbortType, _PeerPrewarmType]):
     @typing.overload
     def __init__(self: PeerStub[
         grpc.UnaryUnaryMultiCallable[
@@ -259,6 +275,10 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.RecordRequest,
             kvferry.v1.peer_pb2.RecordReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.ServedRequest,
+            kvferry.v1.peer_pb2.ServedReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.AbortRequest,
@@ -313,6 +333,10 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
             kvferry.v1.peer_pb2.RecordReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            kvferry.v1.peer_pb2.ServedRequest,
+            kvferry.v1.peer_pb2.ServedReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             kvferry.v1.peer_pb2.AbortRequest,
             kvferry.v1.peer_pb2.AbortReply,
         ],
@@ -358,6 +382,9 @@ class PeerStub(typing.Generic[_PeerHandshakeType, _PeerJoinType, _PeerAdmitType,
 
     Record: _PeerRecordType
     """The record of a transfer that rank 0 of the same engine keeps, for a router that asks another rank."""
+
+    Served: _PeerServedType
+    """What a source knows of a lease that the caller reads, or has read: for people who look at the request."""
 
     Abort: _PeerAbortType
     """The request is over: its lease is revoked and, if a rank of the same engine says so, its transfer aborted, on every
@@ -407,6 +434,10 @@ PeerAsyncStub: typing_extensions.TypeAlias = PeerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.peer_pb2.RecordRequest,
         kvferry.v1.peer_pb2.RecordReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.peer_pb2.ServedRequest,
+        kvferry.v1.peer_pb2.ServedReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.peer_pb2.AbortRequest,
@@ -505,6 +536,14 @@ class PeerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.peer_pb2.RecordReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.RecordReply]]:
         """The record of a transfer that rank 0 of the same engine keeps, for a router that asks another rank."""
+
+    @abc.abstractmethod
+    def Served(
+        self,
+        request: kvferry.v1.peer_pb2.ServedRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.peer_pb2.ServedReply, collections.abc.Awaitable[kvferry.v1.peer_pb2.ServedReply]]:
+        """What a source knows of a lease that the caller reads, or has read: for people who look at the request."""
 
     @abc.abstractmethod
     def Abort(

@@ -266,6 +266,17 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         return peer_pb2.AbortReply(transfers_ended=transfers, leases_ended=leases)
 
     @unary
+    async def Served(self, request: peer_pb2.ServedRequest, context: Context) -> peer_pb2.ServedReply:
+        engine, who = self._of_epoch(request.engine_id, request.epoch), _reader(request.reader)
+        check_request_id(request.request_id)
+        record = engine.leases.served(request.request_id, request.lease, who)
+        if record is None:
+            why = f"no lease {request.lease} of request {request.request_id} is remembered here that this engine reads"
+            remedy = "ask sooner: the last leases that ended are remembered, with their first readers"
+            raise NotFound("unknown_lease", why, field="lease", value=request.lease, remedy=remedy)
+        return peer_pb2.ServedReply(record=record.model_dump_json().encode())
+
+    @unary
     async def Prewarm(self, request: peer_pb2.PrewarmRequest, context: Context) -> peer_pb2.PrewarmReply:
         engine, source = self._rank_of(request.engine_id, request.key), request.source
         check_source(source, self._ferry.config.allow_peers)

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -180,6 +181,19 @@ class Leases:
     def ended(self) -> Iterator[LeaseRecord]:
         """As far as they are remembered; the last to end comes first."""
         return (record_of(account, self.engine_id, self.epoch) for account in self.source.leases.ended())
+
+    def served(self, request_id: str, number: int, who: ReaderId) -> LeaseRecord | None:
+        """The record of a lease that this reader's engine reads or has read, with no other readers; None where none is
+        remembered."""
+        lease = self.get(request_id)
+        held = [] if lease is None else [lease.account(asyncio.get_running_loop().time())]
+        for account in (*held, *self.source.leases.ended()):
+            if (account.request_id, account.number) == (request_id, number):
+                readers = tuple(each for each in account.readers if each.who.engine == who.engine)
+                nbytes = sum(each.nbytes for each in readers)
+                told = replace(account, readers=readers, nbytes=nbytes)
+                return record_of(told, self.engine_id, self.epoch) if readers else None
+        return None
 
     def states(self) -> Counter[LeaseState]:
         """How many stand so, those that have ended and are remembered included."""

@@ -35,7 +35,8 @@ def record_of(account: Account, engine_id: str, epoch: str) -> LeaseRecord:
     readers = [
         LeaseReader(
             engine_id=it.who.engine_id, epoch=it.who.epoch, rank=it.who.rank, world_size=it.who.world_size,
-            state=it.state, bytes=it.nbytes, attempt=it.attempt,
+            state=it.state, bytes=it.nbytes, attempt=it.attempt, opened_ms=_ms(it.times.opened),
+            packed_ms=_ms(it.times.packed), closed_ms=_ms(it.times.closed),
         )
         for it in account.readers
     ]  # fmt: skip
@@ -45,6 +46,10 @@ def record_of(account: Account, engine_id: str, epoch: str) -> LeaseRecord:
         num_tokens=account.num_tokens, weights=account.weights, readers_expected=account.expected,
         readers_open=account.open, readers_closed=account.closed,
         expires_in_ms=None if left_s is None else 1e3 * left_s, created_at=account.created_at,
-        ended_at=account.ended_at, age_ms=round(1e3 * account.age_s, 3), reason=account.reason, bytes=account.nbytes,
-        readers=readers,
+        ended_at=account.ended_at, age_ms=round(1e3 * account.age_s, 3), shown_ms=_ms(account.shown_s),
+        reason=account.reason, bytes=account.nbytes, readers=readers,
     )  # fmt: skip
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)

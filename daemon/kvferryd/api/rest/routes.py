@@ -96,6 +96,12 @@ def transfers(ferry: Ferry) -> APIRouter:
         """A transfer as it is now, or with `wait` as it ended."""
         return await waited_for(request, ferry, ferry.transfer(transfer_id, wait))
 
+    @router.get("/{transfer_id}/source", responses=problems(404))
+    async def source(request: Request, transfer_id: str) -> schemas.SourceHalf:
+        """The source's half, by its own clock: the daemons of its ranks are asked now, and what each says is bounded by
+        `connect_timeout_s`. Ask the daemon whose transfer it is."""
+        return await waited_for(request, ferry, ferry.source_half(transfer_id))
+
     @router.delete("/{transfer_id}", responses=problems(404))
     async def abort(transfer_id: str) -> schemas.TransferRecord:
         """Abort. A transfer that has ended stays as it ended, and the answer is the same however often asked."""

@@ -2,7 +2,9 @@
 
 import { at, chip, entries, make } from "./dom.js";
 import { PHASES, ageMs, isSlowest, lasted, over, phases, sum } from "./record.js";
-import { count, moment, rate, size, span, ticks } from "./units.js";
+import { sourceHalf } from "./source.js";
+import { timeline } from "./timeline.js";
+import { count, moment, rate, size, span } from "./units.js";
 import { now } from "./ask.js";
 
 const WAITS = {
@@ -21,29 +23,14 @@ export function problem(error) {
     error.remedy ? make("p", { class: "remedy" }, error.remedy) : null);
 }
 
-function timeline(shares, age) {
-  const lanes = shares.map((share) => [share, phases(share, age)]);
-  const end = Math.max(...lanes.map(([, spent]) => sum(spent)), 0.001);
-  const mark = (ms) => {
-    const late = ms / end > 0.8;  // its text stands before it
-    const tick = make("span", { class: `tick ${late ? "late" : ""}` }, make("small", {}, ms ? span(ms) : "0"));
-    tick.style[late ? "right" : "left"] = `${100 * (late ? 1 - ms / end : ms / end)}%`;
-    return tick;
-  };
-  const axis = make("div", { class: "axis" }, ticks(end, 4).map(mark));
-  return make("div", { class: "timeline" }, lanes.map(([share, spent]) => {
-    const lane = make("div", { class: "lane" });
-    let at = 0;
-    for (const name of PHASES) if (spent[name] > 0) {
-      const part = make("i", { class: name, title: `${name} ${span(spent[name])}` });
-      part.style.left = `${100 * at / end}%`;
-      part.style.width = `${100 * spent[name] / end}%`;
-      lane.append(part);
-      at += spent[name];
-    }
-    if (share.error) lane.append(make("em", {}, share.error.code));
-    return make("div", { class: `of-rank ${share.state}` }, make("span", {}, `rank ${share.rank}`), lane);
-  }), make("div", { class: "of-rank" }, make("span"), axis));
+function lane(share, age) {
+  const spent = phases(share, age), parts = [];
+  let at = 0;
+  for (const name of PHASES) if (spent[name] > 0) {
+    parts.push([name, at, at + spent[name], `${name} ${span(spent[name])}`]);
+    at += spent[name];
+  }
+  return { name: `rank ${share.rank}`, parts, error: share.error?.code, state: share.state };
 }
 
 function ranks(shares, age) {
@@ -82,9 +69,10 @@ function draw() {
       ["tokens", record.tokens ? count(record.tokens[1] - record.tokens[0]) : "–"],
     ])),
     make("h3", {}, "Timeline", several && over(record) ? make("small", {}, ` rank ${record.slowest_rank} took the longest of ${shares.length}`) : null),
-    timeline(shares, age),
+    timeline(shares.map((share) => lane(share, age))),
     record.why_slow ? make("p", { class: "note why" }, `It ${record.why_slow}.`) : null,
     make("h3", {}, several ? "Ranks" : "Figures"), ranks(shares, age),
+    ...record.source ? sourceHalf(record, redraw) : [],
     make("h3", {}, "What it was"),
     make("dl", { class: "pairs" }, entries([
       ["started", moment(record.created_at * 1000)], ["ended", record.ended_at ? moment(record.ended_at * 1000) : ""],
@@ -118,6 +106,10 @@ export function setDetail(id, found) {
   for (const row of document.querySelectorAll("#rows tr")) row.classList.toggle("chosen", !row.item?.key && row.item?.record.transfer_id === id);
 }
 
+function redraw() {
+  if (record) setDetail(record.transfer_id, { ...record });
+}
+
 export function tickDetail() {
-  if (record && !over(record)) setDetail(record.transfer_id, { ...record });
+  if (record && !over(record)) redraw();
 }
