@@ -366,6 +366,8 @@ class PeerRecord(_Answer):
     protocol: int
     version: str
     agent: str
+    rest: str = ""
+    """The URL of its daemon's REST service, if it shares that and this daemon's host can reach it."""
     ways: dict[str, str] = {}
     """Every way of moving: empty when the pair can take it, otherwise why not."""
     bytes_read: int = 0

@@ -42,7 +42,7 @@ from kvferryd.peers.known import KnownPeers
 from kvferryd.peers.peer import PHASES, Figures, PeerEngine
 from kvferryd.peers.peers import Peers
 from kvferryd.peers.remembered import Remembered
-from kvferryd.peers.roster import Roster, Seed
+from kvferryd.peers.roster import Roster, Seed, for_host
 from kvferryd.peers.served import served
 from kvferryd.process import heap
 from kvferryd.transfers.order import order_of, reservations_of
@@ -322,7 +322,9 @@ class Ferry:
             for contact in self._unmet()
             if contact.error and contact.failed_at
         ]  # fmt: skip
-        return schemas.PeerList(peers=_peer_records(self.peers_known), lost=lost, unmet=unmet, inbound=inbound)
+        return schemas.PeerList(
+            peers=_peer_records(self.peers_known, self.config.advertise), lost=lost, unmet=unmet, inbound=inbound
+        )
 
     def _unmet(self) -> list[Contact]:
         """Daemons that were called lately and do not answer; peers and rank 0 are told elsewhere."""
@@ -350,7 +352,8 @@ class Ferry:
         are of this rank. Raises KvferryError, which names the rank that could not."""
         engine = self.registry.get(body.destination)
         await to_the_end([self._meet(engine, body), self.jobs.ranks.prewarm(engine, body.engine_id, body.address)])
-        return _peer_records([await self.peers_known.get(engine, body.engine_id, body.address)])
+        met = await self.peers_known.get(engine, body.engine_id, body.address)
+        return _peer_records([met], self.config.advertise)
 
     async def _meet(self, engine: Engine, body: schemas.PeerRequest) -> None:
         with naming(engine, engine.rank):
@@ -371,7 +374,7 @@ class Ferry:
             raise _unknown_peer(engine_id)
         for peer in found:
             self.peers_known.forget(peer)
-        records = _peer_records(found)
+        records = _peer_records(found, self.config.advertise)
         for contact in contacts:
             contact.forgive()
         return records
@@ -648,7 +651,7 @@ def _total(ended: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return sum(transfers for transfers, _ in ended), sum(leases for _, leases in ended)
 
 
-def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
+def _peer_records(peers: Iterable[PeerEngine], own: str) -> list[schemas.PeerRecord]:
     return [
         schemas.PeerRecord(
             engine_id=peer.engine_id,
@@ -658,6 +661,7 @@ def _peer_records(peers: Iterable[PeerEngine]) -> list[schemas.PeerRecord]:
             protocol=rank.protocol,
             version=rank.version,
             agent=rank.agent_name,
+            rest=rank.rest if for_host(rank.rest, rank.address, own) else "",
             ways=refused,
             bytes_read=figures.bytes_read,
             transfers=figures.transfers,

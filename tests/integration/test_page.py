@@ -196,9 +196,10 @@ async def test_the_sources_half_is_shown_by_the_sources_clock(chrome: Browser, p
 async def test_a_source_that_does_not_say_is_not_said_to_have_moved_nothing(
     chrome: Browser, pair: Pair, daemons: Daemons, request_id: str
 ) -> None:
-    (daemon,) = await daemons.start("half-gone")
+    (daemon,) = await daemons.start("half-gone", 1, "--no-share-rest")
     source = await TestEngine.start("half-gone", [daemon], Shape.tp(1))
     await reads_from(pair.decode, source, request_id)
+    assert {each.rest for each in await pair.routers[0].peers() if each.engine_id == "half-gone"} == {""}
     daemon.process.kill()
     await asyncio.to_thread(daemon.process.wait)
     record = (await pair.routers[0].transfers(request_id))[0]
@@ -229,7 +230,9 @@ async def test_peers_are_a_matrix_and_the_plan_is_drawn(chrome: Browser, pair: P
         ranks = await page.value(f"[...{cells}.querySelectorAll('.rank')].map((it) => it.innerText)")
         assert ["rank 0" in ranks[0], "rank 1" in ranks[1], len(ranks)] == [True, True, 2]
         assert [daemon.peer in said for daemon, said in zip(pair.prefill.daemons, ranks, strict=True)] == [True, True]
-        await page.value(f"{cells}.querySelector('a').click()")
+        links = await page.value(f"[...{cells}.querySelectorAll('.rank a')].map((it) => [it.innerText, it.href])")
+        assert links == [[daemon.peer, f"{daemon.url}/"] for daemon in pair.prefill.daemons]
+        await page.value(f"{cells}.querySelector('.who a').click()")
         await page.until("document.querySelectorAll('#plan .ribbon').length === 4", "two ranks that give, four ribbons")
         told = await page.value(
             "[...document.querySelectorAll('#plan tbody tr')].map((it) => it.innerText.split('\\t'))"

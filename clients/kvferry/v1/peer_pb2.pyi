@@ -128,12 +128,15 @@ class HandshakeReply(google.protobuf.message.Message):
     STAGING_FIELD_NUMBER: builtins.int
     SEVERAL_FIELD_NUMBER: builtins.int
     UCX_FIELD_NUMBER: builtins.int
+    REST_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     version: builtins.str
     agent_name: builtins.str
     agent_metadata: builtins.bytes
     several: builtins.bool
     """the source takes several read requests in one"""
+    rest: builtins.str
+    """the URL of the daemon's REST service, for people; of loopback, for who is on its host; empty: it is not shared"""
     @property
     def manifest(self) -> kvferry.v1.layout_pb2.Manifest: ...
     @property
@@ -165,9 +168,10 @@ class HandshakeReply(google.protobuf.message.Message):
         staging: Global___Staging | None = ...,
         several: builtins.bool = ...,
         ucx: collections.abc.Iterable[builtins.str] | None = ...,
+        rest: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest", "staging", b"staging"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "manifest", b"manifest", "members", b"members", "protocol", b"protocol", "regions", b"regions", "several", b"several", "staging", b"staging", "ucx", b"ucx", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "manifest", b"manifest", "members", b"members", "protocol", b"protocol", "regions", b"regions", "rest", b"rest", "several", b"several", "staging", b"staging", "ucx", b"ucx", "version", b"version"]) -> None: ...
 
 Global___HandshakeReply: typing_extensions.TypeAlias = HandshakeReply
 

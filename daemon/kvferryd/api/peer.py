@@ -78,6 +78,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 for id, region in readable.items()
             ],
             staging=_staging(engine.arena) if engine.arena else None, several=True, ucx=self._ucx,
+            rest=self._ferry.config.rest_url if self._ferry.config.share_rest else "",
         )  # fmt: skip
 
     @stream

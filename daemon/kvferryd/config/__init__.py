@@ -106,6 +106,9 @@ class Config(BaseModel):
         "on change",
     )
     rest_tls: Flag = _about(False, "serve REST over mutual TLS with the tls_* files as well")
+    share_rest: Flag = _about(
+        True, "tell peers where REST listens, so that their pages link to this one. Ranks of one engine are told anyway"
+    )
     keep_alive_s: Whole = _about(30, "how long an idle connection to REST is kept", ge=1, le=3600)
     log_format: Literal["text", "json"] = _about("text", "text for people, json for machines")
     log_level: Literal["debug", "info", "warning", "error"] = _about("info", "the least serious line that is logged")

@@ -113,7 +113,8 @@ def _rank(
     told = reply.protocol, reply.version, reply.agent_name, reply.agent_metadata
     slow = any(region.slow for region in reply.regions)
     listens = shorten(", ".join(reply.ucx), LONGEST)
-    return PeerRank(channel, manifest, *told, regions, opening, staging, slow, reply.several, listens)
+    rest = shorten(reply.rest, LONGEST)
+    return PeerRank(channel, manifest, *told, regions, opening, staging, slow, reply.several, listens, rest)
 
 
 def _span(told: peer_pb2.RegionAddress | peer_pb2.Staging) -> Span:

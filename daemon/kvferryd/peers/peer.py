@@ -92,6 +92,8 @@ class PeerRank:
     """It takes several requests in one."""
     ucx: str = ""
     """The addresses at which UCX listens there for TCP, in its own words; empty for none, or where it says none."""
+    rest: str = ""
+    """The URL of its daemon's REST service, in its own words; empty where it does not say."""
     pairing: str = ""
     """The peer's name for the plan between us; empty until it has planned."""
     figures: Figures = field(default_factory=Figures)

@@ -157,12 +157,8 @@ class Roster:
     def rest(self, engine: Engine) -> dict[int, str]:
         """The REST address of each rank's daemon for this host, by rank."""
         here = {rank: url for rank, url in self._rest.get(engine, {}).items() if url and rank in engine.members}
-        own = allow.split(self._config.advertise)[0]
-        return {
-            rank: url
-            for rank, url in here.items()
-            if not _of_loopback(url) or allow.split(engine.members[rank])[0] == own
-        }
+        own = self._config.advertise
+        return {rank: url for rank, url in here.items() if for_host(url, engine.members[rank], own)}
 
     def say_draining(self, draining: bool) -> None:
         """Tell the other ranks of every engine here whether this daemon takes new transfers."""
@@ -272,6 +268,11 @@ def _put(told: asyncio.Queue[Members | None], members: Members | None) -> None:
     while not told.empty():
         told.get_nowait()
     told.put_nowait(members)
+
+
+def for_host(url: str, address: str, own: str) -> bool:
+    """Whether the REST service at this URL, of the daemon at `address`, may be reached from the host of `own`."""
+    return not _of_loopback(url) or allow.split(address)[0] == allow.split(own)[0]
 
 
 def _of_loopback(url: str) -> bool:

@@ -1,6 +1,6 @@
 // Peers as a matrix: an engine is a row, each of its ranks a cell. Below them who reads from this daemon.
 
-import { at, keyed, make, say } from "./dom.js";
+import { at, keyed, make, pageOf, say } from "./dom.js";
 import { now } from "./ask.js";
 import { clock, count, plural, rate, size, span } from "./units.js";
 
@@ -25,7 +25,7 @@ function cell(peer) {
     line("speed", make("b", {}, rate(peer.bytes_per_s ?? 0)), make("small", {}, peer.path || "no path taken yet")),
     line("", make("small", {}, [peer.transfers ? plural(peer.transfers, "transfer") : "", peer.p50_ms ? `half within ${span(peer.p50_ms)}` : "", peer.bytes_read ? size(peer.bytes_read) : ""].filter(Boolean).join(", "))),
     worst(peer.phases ?? {}),
-    line("where", peer.address), line("", peer.last_contact_at ? make("small", { class: "ago", since: peer.last_contact_at }, ago(peer.last_contact_at)) : make("small", {}, "has not answered yet")),
+    line("where", pageOf(peer.rest, peer.address)), line("", peer.last_contact_at ? make("small", { class: "ago", since: peer.last_contact_at }, ago(peer.last_contact_at)) : make("small", {}, "has not answered yet")),
     error ? line("why", make("b", {}, error.code), ` ${error.message}`, make("small", {}, ` ${clock(peer.last_error_at * 1000)}${peer.failures ? `, ${plural(peer.failures, "failure")} since` : ""}`)) : null);
 }
 
