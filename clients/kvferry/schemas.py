@@ -44,6 +44,8 @@ class Awaited(enum.StrEnum):
     """The source daemon's answer, whether the request is published."""
     PUBLISH = "publish"
     """The source engine: its daemon answers, and has nothing (more) of the request."""
+    FENCE = "fence"
+    """The source engine: it had published, and its fence was not reached. It is `publish` until it is over."""
     SLOT = "slot"
     """A slot of the own daemon's staging arena, while the transfer has none."""
     PACK = "pack"
@@ -356,7 +358,8 @@ class PeerRecord(_Answer):
     it was done; seconds since 1970. p50_ms, p99_ms: half of its last 100 transfers, all but one in a hundred, took no
     longer, without waits for order, reservation and publish. bytes_per_s: the median of their rates while bytes moved,
     of what this rank sent. path: of the last one. phases: times of transfers from it, failed ones too, by phase: waits
-    for its `handshake`, its `lease` (the answer to an opening), its `publish`, and its `pack`; `moving`; `verifying`.
+    for its `handshake`, its `lease` (the answer to an opening), its `publish`, its `fence`, and its `pack`; `moving`;
+    `verifying`.
     """
 
     engine_id: str

@@ -9,9 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from fleet import TIMEOUT_S
-from ranks import Kv, Shape, TestEngine
+from ranks import Kv, Rank, Shape, TestEngine
 
+from kvferry.memory.fences import Fences
 from kvferry.router import RouterClient
+from kvferry.v1 import engine_pb2
 from kvferryd.demo.fleet import DaemonService
 
 TP1 = Shape.tp(1, num_blocks=16)
@@ -53,3 +55,15 @@ async def reads_from(reader: TestEngine, source: TestEngine, request_id: str) ->
     """The KV of a request that the source publishes: every byte comes."""
     kv, _ = await published(source, request_id)
     await reader.gets(request_id, kv, source=source.source())
+
+
+async def fences_of(rank: Rank) -> Fences:
+    """As `open_fences`, which refuses host memory: here the test is the stream that writes it."""
+    client, fences = rank.client, Fences()
+    ticket = await client._session.hand_over([fences.file.fileno()])
+    opened = await client._session.call(
+        client._session.stub.OpenFences, engine_pb2.OpenFencesRequest(session=client._session.id, ticket=ticket)
+    )
+    assert opened.words == 512
+    fences.handed()
+    return fences

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 from fleet import Daemons, under_way, until
+from lives import fences_of
 from pair import prewarmed, waits_for
 from ranks import STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from test_metrics_say import metrics
@@ -169,6 +170,23 @@ async def test_a_late_publish_is_booked_as_waiting_for_the_publish(scene: Scene,
     assert_waited(record, Awaited.PUBLISH, scene.prefill.daemons[0].peer, "for engine slow-prefill at ")
     assert 1e3 * (said[waited] - before) == pytest.approx(record.ranks[0].phases_ms["waiting_publish"], abs=0.01)
     assert said["kvferry_transfers_waiting", (("waits_for", "publish"),)] == 0
+
+
+async def test_a_fence_that_is_late_is_told_apart_from_a_publish_that_is(scene: Scene, request_id: str) -> None:
+    """Its source answers at once that there is nothing to read yet, and does not stand still."""
+    fences, blocks = await fences_of(scene.prefill.ranks[0]), scene.prefill.take(TOKENS)
+    scene.prefill.write(Kv.random(TOKENS), blocks)
+    fence = fences.take()
+    await scene.prefill.publish(request_id, blocks, TOKENS, after=fence)
+    receiving = scene.decode.receive(request_id, scene.decode.take(TOKENS), source=scene.prefill.source())
+    async with under_way(receiving) as received:
+        await scene.until_waits_for(request_id, Awaited.PUBLISH)
+        fences.reach(fence)
+        await received
+    fences.close()
+    record = await scene.record(request_id)
+    assert_waited(record, Awaited.FENCE, scene.prefill.daemons[0].peer, "for the fence of engine slow-prefill at ")
+    assert adds_up(record.phases_ms) and record.phases_ms["waiting_publish"] > 0
 
 
 async def test_waits_between_the_chunks_of_a_prefill_are_waits_for_the_publish(scene: Scene, request_id: str) -> None:

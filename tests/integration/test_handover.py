@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from fleet import TIMEOUT_S, Daemons, open_files, owned_regions, refusal, until
-from lives import TP1, published
+from lives import TP1, fences_of, published
 from ranks import Blocks, Kv, Rank, TestEngine, describe
 from victim import Victim
 
@@ -23,7 +23,7 @@ from kvferry.engine import EngineClient, TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.file import File
 from kvferry.memory import memfd_region
-from kvferry.memory.fences import Fence, Fences
+from kvferry.memory.fences import Fence
 from kvferry.memory.handover import MAX_FILES, SUFFIX, framed, hand_over, sealed_file
 from kvferry.router import RouterClient
 from kvferry.schemas import SourceBody
@@ -316,18 +316,6 @@ async def test_a_region_that_could_shrink_is_not_adopted(victim: Victim) -> None
         os.ftruncate(region.file.fileno(), 4096)
         assert (await refusal(client.adopt(region))).code == "region_unavailable"
         region.close()
-
-
-async def fences_of(rank: Rank) -> Fences:
-    """As `open_fences`, which refuses host memory: here the test is the stream that writes it."""
-    client, fences = rank.client, Fences()
-    ticket = await client._session.hand_over([fences.file.fileno()])
-    opened = await client._session.call(
-        client._session.stub.OpenFences, engine_pb2.OpenFencesRequest(session=client._session.id, ticket=ticket)
-    )
-    assert opened.words == 512
-    fences.handed()
-    return fences
 
 
 async def test_a_reader_gets_what_was_there_when_the_fence_was_reached(

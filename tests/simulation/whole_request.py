@@ -232,6 +232,9 @@ class WholeRequest:
     def _hear(self, reading: Reading) -> None:
         rank = self.ranks[reading.stream - 1]
         while (told := self.source.take(reading)) is not None:
+            if isinstance(told, e.Unpublished):
+                self._go_on(rank, t.Told(0, r.Unpublished(1)), "Told by p/0: nothing to read yet")
+                continue
             assert isinstance(told, e.Update)
             terms, said = told.view.terms, told.view.said
             shown = f"Told by p/0: lease {terms.number}, {said.num_tokens} tokens"

@@ -67,15 +67,16 @@ def publish(leases: Leases, num_tokens: int = 8, request_id: str = "r", **more: 
 
 
 class Reader:
-    """Hears when there is something to tell."""
+    """Hears when there is more to tell than that there is nothing to read yet."""
 
     def __init__(self, leases: Leases, request_id: str) -> None:
-        self.heard = asyncio.Event()
-        stream = leases.connect(self, ReaderId("decode", "1", 0, 1), announcing=False)  # type: ignore[arg-type]
-        leases.on(events.Ask(Reading(stream, 1), request_id))
+        self.heard, self._leases = asyncio.Event(), leases
+        self._stream = leases.connect(self, ReaderId("decode", "1", 0, 1), announcing=False)  # type: ignore[arg-type]
+        leases.on(events.Ask(Reading(self._stream, 1), request_id))
 
     def speak(self, reading: int) -> None:
-        self.heard.set()
+        if not isinstance(self._leases.take(self._stream, reading), events.Unpublished):
+            self.heard.set()
 
 
 async def seen(leases: Leases, request_id: str = "r") -> None:

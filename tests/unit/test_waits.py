@@ -23,6 +23,7 @@ SAID = [
     ),
     (Wait(what=Awaited.LEASE, on="h:1", ms=2000), "waited 2.0 s for the daemon at h:1 to answer -> see whether"),
     (Wait(what=Awaited.PUBLISH, on="h:1", ms=2000), "waited 2.0 s for engine p at h:1 to publish -> see that prefill"),
+    (Wait(what=Awaited.FENCE, on="h:1", ms=2000), "waited 2.0 s for the fence of engine p at h:1 -> it had published"),
     (Wait(what=Awaited.SLOT, on="x", ms=2000), "waited 2.0 s for a slot of its staging arena -> raise arena_mb"),
     (Wait(what=Awaited.PACK, on="h:1", ms=2000), "waited 2.0 s for the daemon at h:1 to pack -> see whether its arena"),
     (Wait(what=Awaited.RANK, on="rank 1", ms=2000), "waited 2.0 s for rank 1 of engine d -> see whether that rank's"),

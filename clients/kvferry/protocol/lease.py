@@ -26,6 +26,7 @@ class _Queued:
 
     said: Publication
     fence: int | None
+    at: float
     problem: KvferryError | None = None
 
 
@@ -37,6 +38,8 @@ class Lease:
         self.state = LeaseState.PUBLISHING
         self.shown, self.version, self.shown_at = UNSEEN, 0, now
         """The last publish that readers see, how many they have seen, and since when they see it."""
+        self.fenced_s = 0.0
+        """From the last that readers see until they saw it."""
         self.queued: deque[_Queued] = deque()
         self.readers = Readers(terms.request_id, now)
         self.awaited = self.announced = False
@@ -63,7 +66,7 @@ class Lease:
 
     @property
     def view(self) -> View:
-        return View(self.terms, self.shown, self.version)
+        return View(self.terms, self.shown, self.version, self.fenced_s)
 
     @property
     def published(self) -> Publication:
@@ -111,7 +114,7 @@ class Lease:
 
     def queue(self, said: Publication, fence: int | None, now: float) -> None:
         """To be shown after the publishes before it."""
-        self.queued.append(_Queued(said, fence))
+        self.queued.append(_Queued(said, fence, now))
         self.expires_at = now + self.terms.ttl_s
 
     def fence_over(self, fence: int, problem: KvferryError | None) -> None:
@@ -124,7 +127,7 @@ class Lease:
         next = self.queued.popleft()
         if next.problem is not None:
             return next.problem
-        self.shown = next.said
+        self.shown, self.fenced_s = next.said, now - next.at
         self.version += 1
         self.expires_at, self.shown_at = now + self.terms.ttl_s, now
         if not next.said.more:

@@ -211,9 +211,9 @@ class Leases:
             held.readers.open(who, asked.reading, asked.attempt, asked.by, now=now)
         except KvferryError as refused:
             return self._over(asked.reading, refused.kept())
-        held.trace = asked.trace
-        self._opened[asked.reading] = held, who
-        return self._streams[asked.reading.stream].show(asked.reading.number, held.view) if held.version else []
+        held.trace, self._opened[asked.reading] = asked.trace, (held, who)
+        stream, number = self._streams[asked.reading.stream], asked.reading.number
+        return stream.show(number, held.view) if held.version else stream.wait(number)
 
     def _over(self, reading: Reading, why: KvferryError) -> Effects:
         return self._streams[reading.stream].over(reading.number, why)

@@ -34,6 +34,8 @@ class Seen:
     weights: str = ""
     metadata: bytes = b""
     tables: Tables = field(default_factory=dict, compare=False)
+    fenced_s: float = field(default=0.0, compare=False)
+    """From that publish until its source showed it: its fence, and those before it."""
 
 
 UNSEEN = Seen()

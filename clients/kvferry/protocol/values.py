@@ -79,6 +79,8 @@ class View:
     terms: Terms
     said: Publication
     version: int
+    fenced_s: float = 0.0
+    """From that publish until readers saw it: its fence, and those before it."""
 
     @property
     def known_by(self) -> tuple[int, int]:

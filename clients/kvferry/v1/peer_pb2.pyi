@@ -636,7 +636,7 @@ class ReadReply(google.protobuf.message.Message):
     SEVERAL_FIELD_NUMBER: builtins.int
     reading: builtins.int
     unpublished: builtins.bool
-    """said at once, of a lease that is still to come: the update follows when it is published"""
+    """said at once, of a lease that is still to come or fenced: the update follows when it may be read"""
     @property
     def update(self) -> Global___LeaseUpdate: ...
     @property
@@ -723,6 +723,7 @@ class LeaseUpdate(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
+    FENCED_S_FIELD_NUMBER: builtins.int
     num_tokens: builtins.int
     more: builtins.bool
     metadata: builtins.bytes
@@ -738,6 +739,8 @@ class LeaseUpdate(google.protobuf.message.Message):
     """the name of the weights that computed it, see PublishRequest"""
     lease: builtins.int
     """the lease's number, the same on all ranks of the source"""
+    fenced_s: builtins.float
+    """from this publish until readers saw it: its fence, and those before it"""
     @property
     def tables(self) -> kvferry.v1.layout_pb2.Tables: ...
     def __init__(
@@ -753,9 +756,10 @@ class LeaseUpdate(google.protobuf.message.Message):
         digest: builtins.bytes = ...,
         weights: builtins.str = ...,
         lease: builtins.int = ...,
+        fenced_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tables", b"tables"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "lease", b"lease", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "tables", b"tables", "version", b"version", "weights", b"weights", "word", b"word", "word_address", b"word_address"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "fenced_s", b"fenced_s", "lease", b"lease", "metadata", b"metadata", "more", b"more", "num_tokens", b"num_tokens", "tables", b"tables", "version", b"version", "weights", b"weights", "word", b"word", "word_address", b"word_address"]) -> None: ...
 
 Global___LeaseUpdate: typing_extensions.TypeAlias = LeaseUpdate
 

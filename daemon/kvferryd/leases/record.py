@@ -26,7 +26,7 @@ def update_of(view: View, word_address: int) -> peer_pb2.LeaseUpdate:
     return peer_pb2.LeaseUpdate(
         tables=tables_to_proto(said.tables), num_tokens=said.num_tokens, more=said.more, metadata=said.metadata,
         word_address=word_address, word=terms.word, version=view.version, lease=terms.number, digest=said.digest,
-        weights=said.weights,
+        weights=said.weights, fenced_s=view.fenced_s,
     )  # fmt: skip
 
 

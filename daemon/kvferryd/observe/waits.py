@@ -42,7 +42,12 @@ def sentence(wait: Wait, source: str, engine: str, rank: int | None = None) -> s
             helps = "see whether that daemon stood still (its CPU limit, a pause of the machine), and the network"
         case Awaited.PUBLISH:
             said = f"waited {took} for engine {source} at {wait.on} to publish"
-            helps = "see that prefill's queue and speed, and whether its fence was late"
+            helps = "see that prefill's queue and speed"
+        case Awaited.FENCE:
+            said = f"waited {took} for the fence of engine {source} at {wait.on}"
+            helps = (
+                "it had published, and its GPU had not written the blocks: see the length of its steps, and that GPU"
+            )
         case Awaited.SLOT:
             said = f"waited {took} for a slot of its staging arena"
             helps = "raise arena_mb, or order fewer transfers at once"

@@ -73,7 +73,12 @@ class Waits:
         """This one goes on now. Whether the one before is worth to be kept: `keep` it."""
         self._before = self._since
         self._since, self.what = time.monotonic(), what
-        return self._since - self._before >= LEAST_S
+        return self.last_s >= LEAST_S
+
+    @property
+    def last_s(self) -> float:
+        """Of the wait before this one."""
+        return self._since - self._before
 
     def keep(self, what: Awaited, on: str, part: str = "") -> None:
         """on: a name that is there already. part: of it, which took the longest."""

@@ -160,7 +160,7 @@ def seen_of(update: peer_pb2.LeaseUpdate) -> Seen:
     tables = tables_from_proto(update.tables, "source tables")
     return Seen(
         update.lease, update.version, update.word, update.word_address, update.num_tokens, update.more, update.digest,
-        update.weights, update.metadata, tables,
+        update.weights, update.metadata, tables, update.fenced_s,
     )  # fmt: skip
 
 

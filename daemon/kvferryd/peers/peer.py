@@ -29,7 +29,7 @@ log = logs.get(__name__)
 LATELY = 100
 """Transfers of which a peer's median and its slowest hundredth are made."""
 
-PHASES = ("handshake", "lease", "publish", "pack", "moving", "verifying")
+PHASES = ("handshake", "lease", "publish", "fence", "pack", "moving", "verifying")
 """Phases of which a peer's times are kept: what was waited for at it, and what was done with it."""
 MINUTES = 5
 """The worst of a phase is that of the last so many."""

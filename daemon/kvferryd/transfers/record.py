@@ -9,7 +9,7 @@ from kvferryd.transfers.transfer import Transfer
 OF_ANOTHER = frozenset({"rank_failed", "aborted"})
 """Errors of a rank that has ended because another has."""
 
-GIVEN = frozenset({Awaited.ORDER, Awaited.RESERVATION, Awaited.PUBLISH})
+GIVEN = frozenset({Awaited.ORDER, Awaited.RESERVATION, Awaited.PUBLISH, Awaited.FENCE})
 """Waits for engines and routers, which make no transfer slow."""
 
 

@@ -335,19 +335,19 @@ class Work:
                 at = self._of.order.address if self._of.order else ""
                 waits.keep(was, at, max(steps, key=lambda step: steps[step], default=""))
             case Awaited.LEASE | Awaited.PUBLISH:
-                waits.keep(was, self._told_last(event))
+                reader = self._told_last(event)
+                fenced = reader is not None and 2 * reader.lease.fenced_s > waits.last_s
+                waits.keep(Awaited.FENCE if fenced else was, reader.source.address if reader else "")
             case Awaited.RANK:
                 waits.keep(was, "rank 0")
             case Awaited.SLOT:  # PACK ends where it is awaited
                 waits.keep(was, ARENA)
 
-    def _told_last(self, event: t.TransferEvent) -> str:
-        """The address of the source rank that was waited for: the one that has just told, or of those that have told
-        the least."""
+    def _told_last(self, event: t.TransferEvent) -> SourceReader | None:
+        """The source rank that was waited for: the one that has just told, or of those that have told the least."""
         if isinstance(event, t.Told) and event.rank in self._readers:
-            return self._readers[event.rank].source.address
-        late = min(self._readers.values(), key=lambda reader: reader.lease.num_tokens, default=None)
-        return late.source.address if late is not None else ""
+            return self._readers[event.rank]
+        return min(self._readers.values(), key=lambda reader: reader.lease.num_tokens, default=None)
 
     def _take(self, effect: t.TransferEffect) -> None:
         peer, it = self._peer, self._of

@@ -9,7 +9,7 @@ import { now } from "./ask.js";
 
 const WAITS = {
   order: "the router's order", reservation: "the engine's blocks", handshake: "the handshake with the source", lease: "the source's daemon",
-  publish: "the source engine to publish", slot: "a slot of the own arena", pack: "the source's daemon to pack", rank: "another rank",
+  publish: "the source engine to publish", fence: "the source engine's fence", slot: "a slot of the own arena", pack: "the source's daemon to pack", rank: "another rank",
 };
 let record = null;
 
