@@ -45,6 +45,7 @@ class SglangFleet(Engines):
         *,
         mode: str,
         ranks: int = 1,
+        stages: int = 1,
         dp: int = 1,
         page_size: int = 32,
         backend: str = "kvferry",
@@ -54,11 +55,13 @@ class SglangFleet(Engines):
         """Start an engine of `model` and, where kvferry is the backend, a daemon for each of its ranks; with several
         DP ranks, for each of theirs.
 
-        mode: prefill, decode, or null, alone. bootstrap: the port of another engine, which has ended. Raises
-        ServiceError.
+        ranks: of each stage of a pipeline, or of each DP rank. mode: prefill, decode, or null, alone. bootstrap: the
+        port of another engine, which has ended. Raises ServiceError.
         """
         ours = backend == "kvferry" and mode != "null"
-        daemons = [each for dp_rank in range(dp if ours else 0) for each in self.daemons(f"{name}-{dp_rank}", ranks)]
+        daemons = [
+            each for dp_rank in range(dp if ours else 0) for each in self.daemons(f"{name}-{dp_rank}", ranks * stages)
+        ]
         asyncio.run(self.ready(*daemons, timeout_s=DAEMON_S))
         port, bootstrap = self.free_port(), bootstrap or self.free_port()
         command = [
@@ -67,10 +70,11 @@ class SglangFleet(Engines):
             f"KVFERRY_SGLANG_ENGINE_ID={name}",
             "SGLANG_USE_CPU_ENGINE=1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0",
             f"SGLANG_EXTERNAL_MODEL_PACKAGE={'nixl_on_host' if backend == 'nixl' else 'few_models'}",
-            f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks * dp)}",
+            f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks * stages * dp)}",
             str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(self.directory / "model"),
             "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size),
-            "--tp", str(ranks * dp if "--enable-dp-attention" in flags else ranks), "--dp", str(dp), *FLAGS, *flags,
+            "--tp", str(ranks * dp if "--enable-dp-attention" in flags else ranks), "--dp", str(dp),
+            "--pp-size", str(stages), *FLAGS, *flags,
         ]  # fmt: skip
         if dp == 1:  # each DP rank needs another one, which SGLang chooses
             command += ["--nccl-port", str(self.free_port())]
@@ -138,6 +142,8 @@ class SglangPair:
     prefill: SglangEngine
     decode: SglangEngine
     single: Service
+    router: Service | None = None
+    """Before them: it sends `same`'s prompts, or else `handover` does."""
 
     def handover(self, tokens: Sequence[int]) -> list[int]:
         """Both legs at once, as SGLang's router sends them."""
@@ -154,7 +160,8 @@ class SglangPair:
         return engines.tokens_of(engines.complete(self.single, tokens))
 
     def same(self, prompts: Sequence[Sequence[int]], at_once: int = 1, router: Service | None = None) -> None:
-        """Assert that every prompt's tokens are those of a single engine. router: or else `handover`."""
+        """Assert that every prompt's tokens are those of a single engine. router: instead of the pair's own."""
+        router = router or self.router
 
         def moved(tokens: Sequence[int]) -> list[int]:
             return tokens_of(generate(router, tokens)) if router else self.handover(tokens)

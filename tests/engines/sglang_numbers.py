@@ -39,15 +39,12 @@ class Rank:
         manager.prefill_info_table, manager.timeout_s = Remembered(), 1.0
         manager.rank = SimpleNamespace(
             daemon=SimpleNamespace(receive=self._receive), idle=SimpleNamespace(wake_after=lambda end: None),
-            adapters=Adapters(),
+            adapters=Adapters(), on_gpu=False,
         )  # fmt: skip
         manager.source, manager.drain = lambda address, dp_rank: SOURCE, lambda room, receiver: None
         self.queue: Any = object.__new__(DecodePreallocQueue)
         self.queue.kv_manager, self.queue.queue, self.queue.metadata_buffers = manager, [], None
-        self.queue.transfer_backend, self.queue.scheduler = (
-            TransferBackend(BACKEND),
-            SimpleNamespace(enable_overlap=False),
-        )
+        self.queue.transfer_backend = TransferBackend(BACKEND)
 
     def _receive(self, request_id: str, *_: object, attempt: int, **__: object) -> Any:
         self.given.append(attempt)

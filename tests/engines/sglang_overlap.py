@@ -117,7 +117,7 @@ class Engine(SchedulerDisaggregationDecodeMixin):
         queue.scheduler, queue.queue, queue.metadata_buffers, queue.transfer_backend = (
             self, [], None, TransferBackend(BACKEND),
         )  # fmt: skip
-        queue.kv_manager = manager
+        queue.kv_manager, manager.rank.queue = manager, queue
         queue.prefetch_prefill_dp_rank_queries = lambda: None
         return queue
 

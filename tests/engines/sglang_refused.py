@@ -72,8 +72,8 @@ def odd_rooms(manager: object) -> dict[str, list[bool]]:
     told = {}
     for room in (None, -1, 0, 1 << 63, 1 << 64):
         req, ends = request_of(room), (Sender(manager, "address", room), Receiver(manager, "address", room))
-        ends[0].bind(req)
-        ends[1].bind(req, None)
+        for end in ends:
+            end.bind(req)
         told[str(room)] = [end.poll() == KVPoll.Failed and "bootstrap_room" in end._why for end in ends]
     return told
 

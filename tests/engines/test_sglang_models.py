@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang_engines import PYTHON, START_S, SglangPair, sglang_fleet
@@ -14,25 +15,37 @@ from sglang_engines import PYTHON, START_S, SglangPair, sglang_fleet
 from engines import prompt, transfers_at
 from kvferry.schemas import TransferState
 
-pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(3000)]
 LENGTHS = [5, 31, 33, 64, 129, 500, 513, 1025]
 """Both sides of a page (16, 32), of the window (64) and of a chunk (512)."""
-
-
-ATTENTION = ("--enable-dp-attention", "--enable-dp-lm-head")
+ATTENTION = {"dp": 2, "flags": ("--enable-dp-attention", "--enable-dp-lm-head")}
 """Each rank of a server is a DP rank: it has the whole attention, and they compute the rest of each layer together.
 On a CPU SGLang cannot compute the logits together."""
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "two stages to one": ("dense", {"stages": 2}, {}),
+    "two stages of two ranks to two": ("dense", {"stages": 2, "ranks": 2}, {"ranks": 2}),
+    "DP attention": ("dense", ATTENTION, ATTENTION),
+    "latents": ("latent", {}, {}),
+    "latents of two ranks to one": ("latent", {"ranks": 2}, {}),
+    "latents of one rank to two": ("latent", {}, {"ranks": 2}),
+    "windows in one pool": ("windowed", {}, {}),
+}
+"""Model, prefill, decode."""
 
 
-@pytest.fixture(scope="module", params=["latent", "windowed", "dense"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] if at else []) for at, name in enumerate(CASES)]
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[SglangPair]:
-    with sglang_fleet(partial(_checkpoint, request.param)) as fleet:
-        dp, flags = (2, ATTENTION) if request.param == "dense" else (1, ())
-        prefill = fleet.sglang("p", mode="prefill", page_size=16, dp=dp, flags=flags)
-        decode = fleet.sglang("d", mode="decode", page_size=32, dp=dp, flags=flags)
+    kind, source, destination = CASES[request.param]
+    with sglang_fleet(partial(_checkpoint, kind)) as fleet:
+        prefill = fleet.sglang("p", mode="prefill", page_size=16, **source)
+        decode = fleet.sglang("d", mode="decode", page_size=32, **destination)
         single = fleet.sglang("single", mode="null")
         asyncio.run(fleet.ready(prefill, decode, single, timeout_s=START_S))
-        yield SglangPair(prefill, decode, single)
+        router = fleet.sglang_router(prefill, decode)
+        asyncio.run(fleet.ready(router, timeout_s=START_S))
+        yield SglangPair(prefill, decode, single, router)
 
 
 def _checkpoint(kind: str, folder: Path) -> None:
@@ -44,7 +57,8 @@ def _checkpoint(kind: str, folder: Path) -> None:
 def test_prompts_of_every_length_get_a_single_engines_tokens(pair: SglangPair) -> None:
     pair.same([prompt(length) for length in LENGTHS])
     transfers = [transfer for daemon in pair.decode.daemons for transfer in transfers_at(daemon)]
-    assert [transfer.state for transfer in transfers] == [TransferState.DONE] * len(LENGTHS)
+    assert {transfer.state for transfer in transfers} == {TransferState.DONE}
+    assert len({transfer.request_id for transfer in transfers}) == len(LENGTHS)
 
 
 def test_eight_at_once_get_a_single_engines_tokens(pair: SglangPair) -> None:

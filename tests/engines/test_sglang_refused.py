@@ -69,6 +69,27 @@ def test_a_request_that_leaves_before_its_receive_has_begun_receives_nothing(ove
     assert told["quiet"] and not told["arrived"]
 
 
+def test_what_is_not_carried_is_refused_at_the_start_by_name() -> None:
+    """A cache that a manifest does not say would be moved to the wrong places."""
+    assert _said_by("sglang_unsupported.py") == {
+        what: name and f"unsupported_engine: {name}"
+        for what, name in {
+            "nothing": "",
+            "pipeline": "",
+            "pipeline of decode": "pipeline parallelism of decode",
+            "context of prefill": "context parallelism",
+            "context of decode": "context parallelism",
+            "DP ranks on two hosts": "prefill's DP ranks on several hosts",
+            "draft model": "a draft model's cache",
+            "state": "states (mamba)",
+            "elastic": "--elastic-ep-backend",
+            "stripes": "--enable-kv-cache-sharding",
+            "saver": "--enable-memory-saver",
+            "role": "--enable-pd-role-switch",
+        }.items()
+    }
+
+
 def _told(*arguments: str) -> dict[str, Any]:
     told: dict[str, Any] = _said_by("sglang_refused.py", *arguments)
     return told

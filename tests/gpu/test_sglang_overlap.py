@@ -71,20 +71,21 @@ class Pair:
         room, adapters = next(ROOMS), Adapters()
         req = SimpleNamespace(
             origin_input_ids=list(range(TOKENS)), lora_id=None, input_embeds=None,
-            sampling_params=SimpleNamespace(custom_params={NUMBER: 1}),
+            bootstrap_room=room, sampling_params=SimpleNamespace(custom_params={NUMBER: 1}),
         )  # fmt: skip
         tables, digest = {GROUP: BlockTable.of(PAGES.tolist())}, Prompt.of(req, adapters).digest
         self.prefill.client.publish(lease_of(room), tables, TOKENS, digest=digest, lease=1)
+        scheduler = SimpleNamespace(enable_overlap=overlap, forward_stream=self.stream)
         rank = SimpleNamespace(
-            daemon=self.decode.client, idle=SimpleNamespace(wake_after=lambda end: None), adapters=adapters, on_gpu=True
-        )
+            daemon=self.decode.client, idle=SimpleNamespace(wake_after=lambda end: None), adapters=adapters,
+            on_gpu=True, queue=SimpleNamespace(scheduler=scheduler),
+        )  # fmt: skip
         manager = SimpleNamespace(
             rank=rank, prefill_info_table=Remembered(), timeout_s=WITHIN_S,
-            source=lambda address: self.source, forget=lambda address: None, aux_rows=lambda index: [],
+            source=lambda address, dp_rank: self.source, forget=lambda address: None, aux_rows=lambda index: [],
         )  # fmt: skip
-        scheduler = SimpleNamespace(enable_overlap=overlap, forward_stream=self.stream)
         receiver = Receiver(manager, "p:1", room)
-        receiver.bind(req, SimpleNamespace(scheduler=scheduler, metadata_buffers=None))
+        receiver.bind(req)
         receiver.init(0)
         return receiver
 

@@ -31,6 +31,8 @@ PREFILL = PrefillServerInfo(
     follow_bootstrap_room=True,
 )  # fmt: skip
 """The answer that SGLang wants of an engine that prefills: any rank may ask it."""
+REFUSED = "enable_memory_saver", "enable_kv_cache_sharding", "elastic_ep_backend", "enable_pd_role_switch"
+"""Options of SGLang that move a cache or divide it in a way that no manifest says, or let ranks come and go."""
 
 
 class Manager(BaseKVManager):
@@ -124,18 +126,17 @@ def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> Non
     parallel, disagg = get_parallel(), get_disagg()
     several = mode is DisaggregationMode.PREFILL and parallel.num_dp_ranks > 1
     refused = {
-        "pipeline parallelism": parallel.pp_size > 1,
+        "pipeline parallelism of decode": mode is DisaggregationMode.DECODE and parallel.pp_size > 1,
         "prefill's DP ranks on several hosts": several and parallel.nnodes > 1,
         f"--load-balance-method {parallel.load_balance_method} of prefill's DP ranks":
             several and parallel.load_balance_method != "follow_bootstrap_room",
-        "context parallelism": parallel.attn_cp_size > 1,
+        "context parallelism": max(parallel.attn_cp_size, parallel.dcp_size) > 1,
         "a draft model's cache": args.num_draft_entries > 0,
         f"states ({', '.join(each.value for each in args.state_types)})": bool(args.state_types),
         "--disaggregation-decode-allocation-policy prefill_complete":
             disagg.disaggregation_decode_allocation_policy != "early",
         "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
-        "--enable-memory-saver": arguments.enable_memory_saver,
-        "role switches": disagg.enable_pd_role_switch,
+        **{f"--{name.replace('_', '-')}": getattr(arguments, name) for name in REFUSED},
     }  # fmt: skip
     if asked := [what for what, holds in refused.items() if holds]:
         raise unsupported(", ".join(asked))

@@ -26,13 +26,13 @@ HOLDERS = (
 )  # fmt: skip
 """Modules that have `get_kv_class`, each under that name. There is no registry of backends."""
 EXPECTED = {
-    "sglang.srt.arg_groups.choices.add_disagg_transfer_backend_choices": None,
+    "sglang.srt.arg_groups.choices.add_disagg_transfer_backend_choices": (),
     "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
     **{f"{module}.get_kv_class": ("transfer_backend", "class_type") for module in HOLDERS},
     "sglang.srt.disaggregation.decode.DecodeTransferQueue.resolve_deferred_releases": ("self",),
 }
 """The functions of SGLang that this module needs as they are, beside those of HOOKS, each with the names of its first
-parameters (None: they are not checked)."""
+parameters."""
 
 
 def install() -> None:
@@ -48,19 +48,15 @@ def install() -> None:
     _hook()
 
 
-def _check(target: str, parameters: tuple[str, ...] | None) -> None:
+def _check(target: str, parameters: tuple[str, ...]) -> None:
     try:
-        found = pkgutil.resolve_name(target)
-        has = tuple(inspect.signature(found).parameters) if parameters else ()
+        has = tuple(inspect.signature(pkgutil.resolve_name(target)).parameters)
+        why = has[: len(parameters)] != parameters and f"its parameters are {has}, and {parameters} are expected"
     except (ImportError, AttributeError) as error:
-        raise _unsupported(target, str(error)) from None
-    if parameters and has[: len(parameters)] != parameters:
-        raise _unsupported(target, f"its parameters are {has}, and {parameters} are expected")
-
-
-def _unsupported(target: str, why: str) -> Unavailable:
-    what = f"SGLang {version('sglang')} is not one that kvferry.sglang knows: {target}: {why}"
-    return Unavailable("unsupported_sglang", what, field=target, remedy=f"install sglang=={TESTED}")
+        why = str(error)
+    if why:
+        what = f"SGLang {version('sglang')} is not one that kvferry.sglang knows: {target}: {why}"
+        raise Unavailable("unsupported_sglang", what, field=target, remedy=f"install sglang=={TESTED}")
 
 
 def _add_backend() -> None:
@@ -113,7 +109,7 @@ def _place(create: Callable[[Any], None], pool: Any) -> None:
 
 
 def _number(broadcast: Callable[..., Any], receiver: Any, recv_reqs: Any, *rest: Any, **more: Any) -> Any:
-    if recv_reqs and (rank := _rank()):  # on the first rank alone
+    if recv_reqs and (rank := _rank()) and rank.number == 0:  # a later stage of a pipeline gets them from there
         from kvferry.sglang.prompt import number
 
         number(recv_reqs, rank.numbers)
@@ -131,20 +127,19 @@ def _bind_receiver(create: Callable[..., Any], queue: Any, req: Any, *rest: obje
     if isinstance(queue.kv_manager, Manager) and req.bootstrap_host is None:  # SGLang's scheduler would end by that
         req.bootstrap_host, req.bootstrap_port = HOST, PORT
     decode_req = create(queue, req, *rest, **more)
-    _bind(decode_req.kv_receiver, req, queue)
+    _bind(decode_req.kv_receiver, req)
     return decode_req
 
 
-def _bind(end: Any, *to: object) -> None:
+def _bind(end: Any, req: Any) -> None:
     """SGLang's own senders and receivers, of warm-up requests, are bound to nothing."""
     if hasattr(end, "bind"):
-        end.bind(*to)
+        end.bind(req)
 
 
-def _release_when_quiet(manager: Any, queue: Any) -> None:
-    from kvferry.sglang.manager import Manager
-
-    if isinstance(manager, Manager):
+def _release_when_quiet(queue: Any) -> None:
+    if rank := _rank():
+        rank.queue = queue
         queue.transfer_queue.enable_deferred_kv_release = True
         queue.transfer_queue.deferred_kv_release_timeout = math.inf
 
@@ -174,10 +169,9 @@ def _note_adapter(result: Any, manager: Any, lora_ref: Any) -> None:
         rank.adapters.loaded(lora_ref.lora_id, lora_ref.lora_path)
 
 
-def _count_step(run: Callable[..., Any], scheduler: Any, *rest: Any, **more: Any) -> Any:
+def _count_step(*_: object, **__: object) -> None:
     if rank := _rank():
         rank.weights.step += 1
-    return run(scheduler, *rest, **more)
 
 
 def _note_flush(flushed: bool, scheduler: Any, *_: object, **__: object) -> None:
@@ -203,7 +197,7 @@ HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue":
         (("self", "req"), _bind_receiver, "AROUND"),
     # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": (("self",), _release_when_quiet, "AFTER"),
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": (("self",), _release_when_quiet, "BEFORE"),
     # SGLang keeps a core busy, which the daemons need, where it has nothing to compute and waits for transfers.
     f"{SCHEDULER}.on_idle": (("self",), _wait_when_idle, "AFTER"),
     # KV is bound to the weights that computed it. A session writes them between its begin and its end, also by itself.
@@ -211,7 +205,7 @@ HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     f"{SCHEDULER}.record_weight_version_change": (("self", "new_version"), _name_weights, "AFTER"),
     # An adapter is bound by its content: SGLang's id of it is made from its name and its path.
     "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter": (("self", "lora_ref"), _note_adapter, "AFTER"),
-    f"{SCHEDULER}.run_batch": (("self", "batch"), _count_step, "AROUND"),
+    f"{SCHEDULER}.run_batch": (("self", "batch"), _count_step, "BEFORE"),
     f"{SCHEDULER}.flush_cache": (("self", "empty_cache"), _note_flush, "AFTER"),
 }  # fmt: skip
 """The functions of SGLang that are wrapped: the names of their first parameters, by what, and where."""

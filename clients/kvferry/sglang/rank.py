@@ -41,10 +41,12 @@ class Rank:
 
     def __init__(self) -> None:
         parallel, self.options = get_parallel(), Options.read()
-        self.number, self.count = parallel.attn_tp_rank, parallel.attn_tp_size
+        self._tp = parallel.attn_tp_size
+        self.number = parallel.pp_rank * self._tp + parallel.attn_tp_rank
+        self.count = parallel.pp_size * self._tp
         self.dp_number, self.dp_count = parallel.dp_rank or parallel.attn_dp_rank, parallel.num_dp_ranks
         said = self.options.engine_id or f"sglang-{socket.gethostname()}-{get_serving().port}", uuid.uuid4().hex
-        name, self._epoch = parallel.attn_tp_group.broadcast_object(said)
+        name, self._epoch = parallel.attn_tp_group.broadcast_object(parallel.pp_group.broadcast_object(said))
         self.engine_id = f"{name}-dp{self.dp_number}" if self.dp_count > 1 else name
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         path = self.options.socket_of(self.number, self.count, self.dp_number, self.dp_count, gpu)
@@ -60,6 +62,8 @@ class Rank:
         self.idle = Idle()
         self.numbers = itertools.count(1)
         """Of requests. The first rank gives them."""
+        self.queue: Any = None
+        """SGLang's queue of requests that decode has yet to give pages; it has the scheduler."""
         self._region: SharedRegion | CudaRegion | None = None
         self._pool: Any = None
         self.encoding = ""
@@ -89,9 +93,9 @@ class Rank:
         self.weights.registered = self._named(**first)
         builder = ManifestBuilder(
             self.engine_id, self._epoch, ModelInfo(name=model.model_path, fingerprint=fingerprint), rank=self.number,
-            world_size=self.count, parallel={"tp": self.count},
+            world_size=self.count, parallel={"tp": self._tp, "pp": self.count // self._tp},
         ).region(0, self._region.kind, nbytes=self._region.nbytes, address=self._region.address)  # fmt: skip
-        describe(builder, self._pool, self.number, self.count, _heads(model), cache_dtype)
+        describe(builder, self._pool, self.number % self._tp, self._tp, _heads(model), cache_dtype)
         manifest = builder.build()
         self.encoding = manifest.components[0].meaning
         if self.on_gpu:

@@ -22,7 +22,6 @@ from kvferry.tables import BlockTable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_batch import Req
 
 
@@ -42,7 +41,6 @@ class Receiver(BaseKVReceiver):
         self._origin: Origin | None = None
         self._first_token: int | None = None
         """Known where another kind of engine has prefilled; otherwise it comes with the KV."""
-        self._queue: Any = None
         self._aux = self._attempt = 0
         self._table: BlockTable | None = None
         self._under_way: Any = None
@@ -52,9 +50,9 @@ class Receiver(BaseKVReceiver):
         self.conclude_state: int | None = None
         self._why = self._name = ""
 
-    def bind(self, req: Req, queue: DecodePreallocQueue) -> None:
+    def bind(self, req: Req) -> None:
         """To the request whose KV is wanted, and whose number the attempt has."""
-        self._prompt, self._queue, self._attempt = Prompt.of(req, self.kv_mgr.rank.adapters), queue, number_of(req)
+        self._prompt, self._attempt = Prompt.of(req, self.kv_mgr.rank.adapters), number_of(req)
         try:
             self._name = lease_of(req.bootstrap_room)
             if self.bootstrap_addr == ADDRESS:
@@ -81,8 +79,8 @@ class Receiver(BaseKVReceiver):
     ) -> None:  # fmt: skip
         """SGLang has allocated these pages for what follows the first `decode_prefix_len` tokens, which it has."""
         self._aux, self._table = aux_index or 0, BlockTable.of(kv_indices.tolist(), decode_prefix_len or 0)
-        if (scheduler := self._queue.scheduler).enable_overlap and self.kv_mgr.rank.on_gpu:
-            self._under_way = scheduler.forward_stream.record_event()
+        if (rank := self.kv_mgr.rank).on_gpu and rank.queue.scheduler.enable_overlap:
+            self._under_way = rank.queue.scheduler.forward_stream.record_event()
         self._receive_once_written()
 
     def _receive_once_written(self) -> None:
@@ -132,8 +130,8 @@ class Receiver(BaseKVReceiver):
             ctypes.memmove(address, metadata[at : at + nbytes], nbytes)
             at += nbytes
         if self._first_token is not None:
-            self._queue.metadata_buffers.output_ids[self._aux, 0] = self._first_token
-            self._queue.metadata_buffers.bootstrap_room[self._aux, 0] = self._room
+            buffers = self.kv_mgr.rank.queue.metadata_buffers
+            buffers.output_ids[self._aux, 0], buffers.bootstrap_room[self._aux, 0] = self._first_token, self._room
         self.conclude_state = KVPoll.Success
 
     def _fail(self, why: str) -> None:

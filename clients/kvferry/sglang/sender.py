@@ -132,6 +132,9 @@ class Sender(BaseKVSender):
             return self._state
         return KVPoll.WaitingForInput if self._end is None else KVPoll.Transferring
 
+    poll_pp_consensus = poll
+    """A pipeline's first stage asks it for all of them before a request is computed: none of them waits then."""
+
     def _fail(self, why: str) -> None:
         self._state, self._why = KVPoll.Failed, why
 

@@ -1,0 +1,54 @@
+"""Print what the plug-in refuses at the start, by what was asked for. SGLang's own parser reads its options; how wide
+it runs is told. Run by the Python of SGLang's environment.
+
+.venv-sglang/bin/python tests/engines/sglang_unsupported.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.server_args import ServerArgs
+
+from kvferry.errors import KvferryError
+from kvferry.sglang import manager
+
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "pipeline": {"pp_size": 2},
+    "pipeline of decode": {"pp_size": 2, "mode": DisaggregationMode.DECODE},
+    "context of prefill": {"attn_cp_size": 2},
+    "context of decode": {"dcp_size": 2, "mode": DisaggregationMode.DECODE},
+    "DP ranks on two hosts": {"num_dp_ranks": 2, "nnodes": 2},
+    "draft model": {"num_draft_entries": 1},
+    "state": {"state_types": [StateType.MAMBA]},
+    "elastic": {"flags": ["--elastic-ep-backend", "mooncake"]},
+    "stripes": {"flags": ["--enable-kv-cache-sharding"]},
+    "saver": {"flags": ["--enable-memory-saver"]},
+    "role": {"flags": ["--enable-pd-role-switch"]},
+}
+
+
+def refusal(
+    mode: DisaggregationMode = DisaggregationMode.PREFILL, flags: tuple[str, ...] = (), num_draft_entries: int = 0,
+    state_types: tuple[StateType, ...] = (), **wide: int,
+) -> str:  # fmt: skip
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    arguments = parser.parse_args(["--model-path", "m", *flags])
+    one = {"pp_size": 1, "attn_cp_size": 1, "dcp_size": 1, "num_dp_ranks": 1, "nnodes": 1}
+    parallel = SimpleNamespace(**one | wide, load_balance_method="follow_bootstrap_room")
+    manager.get_parallel, manager.get_disagg = lambda: parallel, lambda: arguments
+    try:
+        manager._check(SimpleNamespace(num_draft_entries=num_draft_entries, state_types=state_types), mode, arguments)
+    except KvferryError as error:
+        return f"{error.code}: {error.value}"
+    return ""
+
+
+print(json.dumps({what: refusal(**asked) for what, asked in ASKED.items()}))
