@@ -19,7 +19,7 @@ from kvferryd.demo.fleet import Fleet
 
 pytestmark = pytest.mark.anyio
 TOKENS, WARM, ORDERS = 50, 2, 4
-MODULES = 49
+MODULES = 48
 """The modules of an order today, as docs/architecture.md says. Fewer are better."""
 SHAPE = Shape.tp(1, num_blocks=64)
 

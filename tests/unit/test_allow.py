@@ -22,7 +22,7 @@ from kvferryd.peers.allow import check, split
     ],
 )
 def test_what_an_entry_admits_may_be_dialled(address: str, allowed: list[str]) -> None:
-    check(address, allowed)
+    check(address, tuple(allowed))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_an_entry_admits_may_be_dialled(address: str, allowed: list[str]) -
 )
 def test_nothing_else_is_dialled(address: str, allowed: list[str]) -> None:
     with pytest.raises(KvferryError) as refused:
-        check(address, allowed)
+        check(address, tuple(allowed))
     assert refused.value.code == "address_not_allowed"
     assert refused.value.value == address
 
@@ -59,7 +59,7 @@ OTHER_PLACES = [
 @pytest.mark.parametrize("address", OTHER_PLACES)
 def test_what_only_ends_like_an_allowed_name_is_no_address(address: str) -> None:
     with pytest.raises(KvferryError) as refused:
-        check(address, ["*", "*.kv.svc", "x.kv.svc", "0.0.0.0/0", "::/0"])
+        check(address, ("*", "*.kv.svc", "x.kv.svc", "0.0.0.0/0", "::/0"))
     assert refused.value.code == "malformed_address"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
@@ -36,7 +36,7 @@ class _Turn:
 class Callers:
     """The calls under way."""
 
-    def __init__(self, allowed: Sequence[str], proof: Certificates | None) -> None:
+    def __init__(self, allowed: tuple[str, ...], proof: Certificates | None) -> None:
         self._allowed, self._proof = allowed, proof
         self._trusted: Identity | None = None
         """Its authorities, or those of now, must vouch for each caller. Until they change, None: TLS has

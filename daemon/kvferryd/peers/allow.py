@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import ipaddress
-from collections.abc import Sequence
 
 from kvferry.errors import Forbidden, Malformed
 from kvferryd.config.types import Wrong, split_address
@@ -28,17 +27,13 @@ def split(address: str) -> tuple[str, int]:
     return host, port
 
 
-def check(address: str, allowed: Sequence[str]) -> None:
+@functools.lru_cache(maxsize=4096)  # every order asks, and there are few addresses
+def check(address: str, allowed: tuple[str, ...]) -> None:
     """Raise KvferryError (`address_not_allowed`) unless an entry (CIDR, IP, or host with wildcards) admits it.
 
     A literal IP is matched by CIDR and IP entries only, a name by name entries only: a name that resolves to an
     allowed IP is not thereby allowed, nor the other way round.
     """
-    _check(address, tuple(allowed))
-
-
-@functools.lru_cache(maxsize=4096)  # every order asks, and there are few addresses
-def _check(address: str, allowed: tuple[str, ...]) -> None:
     if not admits(split(address)[0], allowed):
         raise Forbidden(
             "address_not_allowed", f"this daemon may not speak to {address}", field="address", value=address,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pydantic import ValidationError
@@ -146,7 +146,7 @@ def reservations_of(wanted: DestinationBody | None, world_size: int) -> dict[int
 
 
 def order_from_proto(
-    request: engine_pb2.ReceiveRequest | peer_pb2.OrderRequest, allowed: Sequence[str], trace: Trace = UNTRACED
+    request: engine_pb2.ReceiveRequest | peer_pb2.OrderRequest, allowed: tuple[str, ...], trace: Trace = UNTRACED
 ) -> Order:
     """Checked. Raises KvferryError."""
     source = request.source
@@ -163,7 +163,7 @@ def order_from_proto(
     return replace(order, ordered_s=request.ordered_s, leader=shorten(request.leader, MAX_BY))
 
 
-def check_source(source: engine_pb2.Source, allowed: Sequence[str]) -> None:
+def check_source(source: engine_pb2.Source, allowed: tuple[str, ...]) -> None:
     """Raises KvferryError (`address_not_allowed`, `malformed_source`, `number_required`)."""
     allow.check(source.address, allowed)
     _check_source(source.engine_id, source.address, source.epoch)
