@@ -119,6 +119,34 @@ def on_kind(kind: str, change: Callable[[Resource], object]) -> Loss:
     return lambda cluster: change(cluster.of(kind)[0])
 
 
+def without(text: str, of: Callable[[Cluster], Resource] | None = None) -> Loss:
+    """A container loses the arguments that have this text: the engine, or another."""
+    return _arguments(lambda one: None if text in one else one, of)
+
+
+def instead(pattern: str, text: str, of: Callable[[Cluster], Resource] | None = None) -> Loss:
+    return _arguments(lambda one: re.sub(pattern, text, one), of)
+
+
+def _arguments(change: Callable[[str], str | None], of: Callable[[Cluster], Resource] | None) -> Loss:
+    def lose(cluster: Cluster) -> None:
+        container = cluster.engines[0].engine if of is None else of(cluster)
+        container["args"] = [new for one in container["args"] if (new := change(one)) is not None]
+
+    return lose
+
+
+def unmounted(name: str) -> Loss:
+    """The daemon's container loses a volume."""
+    return on_daemon(
+        lambda daemon: daemon.update(volumeMounts=[one for one in daemon["volumeMounts"] if one["name"] != name])
+    )
+
+
+def volume_of(engine: Engine, name: str) -> Resource:
+    return next(one for one in engine.pod["volumes"] if one["name"] == name)
+
+
 def put(*path: Any, value: Any) -> Callable[[Resource], object]:
     def change(resource: Any) -> None:
         for step in path[:-1]:
@@ -185,15 +213,9 @@ def one_user_owns_the_socket(cluster: Cluster) -> Iterator[str]:
 @policy(
     but="sglang",
     socket=variables("KVFERRY_ENGINE_SOCKET", "/run/elsewhere/engine.sock"),
-    daemons_mount=on_daemon(
-        lambda daemon: daemon.update(volumeMounts=[one for one in daemon["volumeMounts"] if one["name"] != "kvferry"])
-    ),
+    daemons_mount=unmounted("kvferry"),
     engines_mount=on_engine(lambda engine: engine.engine["volumeMounts"].pop(0)),
-    engines_option=on_engine(
-        lambda engine: engine.engine.update(
-            args=[re.sub(r"engine[^/]*\.sock", "other.sock", one) for one in engine.engine["args"]]
-        )
-    ),
+    engines_option=instead(r"engine[^/]*\.sock", "other.sock"),
 )
 def engine_and_daemon_meet_at_the_socket(cluster: Cluster) -> Iterator[str]:
     for engine in cluster.engines:
@@ -330,7 +352,7 @@ def images_come_from_a_registry_that_asks_who_pulls(cluster: Cluster) -> Iterato
 
 
 def _models(change: Callable[[Resource], object]) -> Loss:
-    return on_engine(lambda engine: change(next(one for one in engine.pod["volumes"] if one["name"] == "models")))
+    return on_engine(lambda engine: change(volume_of(engine, "models")))
 
 
 @policy(
@@ -504,13 +526,7 @@ def ranks_of_a_pod_have_ports_of_their_own(cluster: Cluster) -> Iterator[str]:
     headless=lambda cluster: [one["spec"].pop("clusterIP", None) for one in cluster.of("Service")],
     names_too_late=lambda cluster: [one["spec"].pop("publishNotReadyAddresses", None) for one in cluster.of("Service")],
     forbidden=variables("KVFERRY_ALLOW_PEERS", "10.0.0.0/8"),
-    engine_id=on_engine(
-        lambda engine: (
-            engine.engine.update(args=[re.sub('"engine_id": ?"[^"]*", ?', "", one) for one in engine.engine["args"]])
-            if '"engine_id"' in engine.argument("kv-transfer-config")
-            else None
-        )
-    ),
+    engine_id=instead('"engine_id": ?"[^"]*", ?', ""),
     front_at_any_rank=lambda cluster: [
         one["spec"]["selector"].pop("statefulset.kubernetes.io/pod-name", None) for one in cluster.of("Service")
     ],
@@ -616,15 +632,9 @@ def probes_ask_for_life_first_and_readiness_later(cluster: Cluster) -> Iterator[
     default_grace=on_engine(lambda engine: engine.pod.pop("terminationGracePeriodSeconds")),
     short_grace=on_engine(lambda engine: engine.pod.update(terminationGracePeriodSeconds=120)),
     default_drain=variables("KVFERRY_DRAIN_TIMEOUT_S", None),
-    engine_takes_longer=on_engine(
-        lambda engine: engine.engine.update(
-            args=[re.sub("--shutdown-timeout=.*", "--shutdown-timeout=300", one) for one in engine.engine["args"]]
-        )
-    ),
+    engine_takes_longer=instead("--shutdown-timeout=.*", "--shutdown-timeout=300"),
     engine_leaves_at_once=on_engine(lambda engine: engine.engine.pop("lifecycle")),
-    engine_drops_what_it_has=on_engine(
-        lambda engine: engine.engine.update(args=[one for one in engine.engine["args"] if "shutdown" not in one])
-    ),
+    engine_drops_what_it_has=without("shutdown"),
 )
 def the_grace_period_covers_every_step(cluster: Cluster) -> Iterator[str]:
     """Both preStop hooks start at once; the daemon gets SIGTERM when its own has ended and the engine is gone."""
@@ -756,22 +766,14 @@ def ranks_reach_each_other_on_every_port(cluster: Cluster) -> Iterator[str]:
 
 
 def _lost_secret(name: str) -> Loss:
-    return on_engine(
-        lambda engine: engine.pod["volumes"].remove(next(v for v in engine.pod["volumes"] if v["name"] == name))
-    )
+    return on_engine(lambda engine: engine.pod["volumes"].remove(volume_of(engine, name)))
 
 
 @policy(
     no_token=variables("KVFERRY_TOKEN_FILE", None),
-    not_mounted=on_daemon(
-        lambda daemon: daemon.update(volumeMounts=[one for one in daemon["volumeMounts"] if one["name"] != "token"])
-    ),
+    not_mounted=unmounted("token"),
     no_secret=_lost_secret("token"),
-    unreadable=on_engine(
-        lambda engine: next(v for v in engine.pod["volumes"] if v["name"] == "token")["secret"].update(
-            defaultMode=0o400
-        )
-    ),
+    unreadable=on_engine(lambda engine: volume_of(engine, "token")["secret"].update(defaultMode=0o400)),
 )
 def rest_asks_for_a_token(cluster: Cluster) -> Iterator[str]:
     """A REST service on every address without one would let anyone order writes."""
@@ -796,9 +798,7 @@ def only_the_engine_names_blocks(cluster: Cluster) -> Iterator[str]:
     no_secret=variables("KVFERRY_PEER_SECRET_FILE", None),
     elsewhere=variables("KVFERRY_PEER_SECRET_FILE", "/etc/kvferry/secret"),
     not_mounted=_lost_secret("peers"),
-    not_in_a_secret=on_engine(
-        lambda engine: next(v for v in engine.pod["volumes"] if v["name"] == "peers").pop("secret")
-    ),
+    not_in_a_secret=on_engine(lambda engine: volume_of(engine, "peers").pop("secret")),
 )
 def daemons_without_certificates_share_a_secret(cluster: Cluster) -> Iterator[str]:
     """A daemon listens on no address of a pod's network without a proof of who calls. All share one secret."""
@@ -885,16 +885,23 @@ def _covers(name: str, host: str) -> bool:
     return False
 
 
+def _without_rules(text: str) -> Loss:
+    """NetworkPolicies lose the rules that name this."""
+
+    def lose(cluster: Cluster) -> None:
+        for one in cluster.of("NetworkPolicy"):
+            one["spec"]["ingress"] = [rule for rule in one["spec"]["ingress"] if text not in str(rule)]
+
+    return lose
+
+
 @policy(
     only="monitoring",
     none=lambda cluster: cluster.remove("PodMonitor"),
     port=on_kind("PodMonitor", put("spec", "podMetricsEndpoints", 0, "port", value="metrics")),
     no_token=on_kind("PodMonitor", drop("spec", "podMetricsEndpoints", 0, "authorization")),
     other_pods=on_kind("PodMonitor", put("spec", "selector", "matchLabels", value={"app": "another"})),
-    shut_out=lambda cluster: [
-        one["spec"].update(ingress=[rule for rule in one["spec"]["ingress"] if "monitoring" not in str(rule)])
-        for one in cluster.of("NetworkPolicy")
-    ],
+    shut_out=_without_rules("monitoring"),
 )
 def prometheus_reads_every_daemon(cluster: Cluster) -> Iterator[str]:
     for engine, daemon in daemons(cluster):
@@ -949,10 +956,7 @@ def on_metrics(change: Callable[[Resource], object]) -> Loss:
     other_pods=on_metrics(put("spec", "selector", value={"app": "another"})),
     daemons=on_metrics(lambda service: service["spec"]["ports"].pop()),
     engines=on_metrics(lambda service: service["spec"]["ports"].pop(0)),
-    shut_out=lambda cluster: [
-        one["spec"].update(ingress=[rule for rule in one["spec"]["ingress"] if "monitoring" not in str(rule)])
-        for one in cluster.of("NetworkPolicy")
-    ],
+    shut_out=_without_rules("monitoring"),
 )
 def a_service_shows_prometheus_every_daemon_and_engine(cluster: Cluster) -> Iterator[str]:
     """There is an endpoint for each pod: behind one address a scrape would be of any of them. No operator is needed."""
@@ -1023,17 +1027,9 @@ def services_lead_to_containers(cluster: Cluster) -> Iterator[str]:
 
 @policy(
     but="sglang",
-    module=on_engine(
-        lambda engine: engine.engine.update(args=[one.replace("kvferry.vllm", "") for one in engine.engine["args"]])
-    ),
-    option=on_engine(
-        lambda engine: engine.engine.update(
-            args=[one.replace('"socket"', '"sockets"') for one in engine.engine["args"]]
-        )
-    ),
-    unchecked=on_engine(
-        lambda engine: engine.engine.update(args=[one for one in engine.engine["args"] if "middleware" not in one])
-    ),
+    module=instead("kvferry.vllm", ""),
+    option=instead('"socket"', '"sockets"'),
+    unchecked=without("middleware"),
     nameless=on_engine(lambda engine: set_variable(engine.engine, "USER", None)),
 )
 def the_engine_loads_the_connector(cluster: Cluster) -> Iterator[str]:
@@ -1053,15 +1049,7 @@ def the_engine_loads_the_connector(cluster: Cluster) -> Iterator[str]:
             yield f"{engine.name}: a user without a name or a home"
 
 
-@policy(
-    only="ipv6",
-    default=on_engine(
-        lambda engine: engine.engine.update(args=[one for one in engine.engine["args"] if "--host" not in one])
-    ),
-    one_family=on_engine(
-        lambda engine: engine.engine.update(args=[one.replace("::", "0.0.0.0") for one in engine.engine["args"]])
-    ),
-)
+@policy(only="ipv6", default=without("--host"), one_family=instead("::", "0.0.0.0"))
 def the_engine_listens_on_ipv6(cluster: Cluster) -> Iterator[str]:
     """vLLM listens on IPv4 unless it is told an address of IPv6; `::` is both."""
     for engine in cluster.engines:
@@ -1073,26 +1061,21 @@ def _proxy(cluster: Cluster) -> Resource:
     return cluster.of("Deployment")[0]["spec"]["template"]
 
 
+def _front(cluster: Cluster) -> Resource:
+    """The proxy's container."""
+    return _proxy(cluster)["spec"]["containers"][0]
+
+
 @policy(
     only="proxy",
     none=lambda cluster: cluster.remove("Deployment"),
     label=lambda cluster: _proxy(cluster)["metadata"]["labels"].pop("kvferry.io/front"),
-    decode=lambda cluster: _proxy(cluster)["spec"]["containers"][0]["args"].pop(),
-    daemons=lambda cluster: _proxy(cluster)["spec"]["containers"][0].update(
-        args=[one.partition(",daemon")[0] for one in _proxy(cluster)["spec"]["containers"][0]["args"]]
-    ),
-    token=lambda cluster: _proxy(cluster)["spec"]["containers"][0].update(
-        args=[one for one in _proxy(cluster)["spec"]["containers"][0]["args"] if "token" not in one]
-    ),
-    another_pod=lambda cluster: _proxy(cluster)["spec"]["containers"][0].update(
-        args=[one.replace("-0.", "-9.") for one in _proxy(cluster)["spec"]["containers"][0]["args"]]
-    ),
-    loopback=lambda cluster: _proxy(cluster)["spec"]["containers"][0].update(
-        args=[one.replace("*:8000", "127.0.0.1:8000") for one in _proxy(cluster)["spec"]["containers"][0]["args"]]
-    ),
-    one_family=lambda cluster: _proxy(cluster)["spec"]["containers"][0].update(
-        args=[one.replace("*:8000", "0.0.0.0:8000") for one in _proxy(cluster)["spec"]["containers"][0]["args"]]
-    ),
+    decode=lambda cluster: _front(cluster)["args"].pop(),
+    daemons=instead(",daemon.*", "", _front),
+    token=without("token", _front),
+    another_pod=instead(r"-0\.", "-9.", _front),
+    loopback=instead(r"\*:8000", "127.0.0.1:8000", _front),
+    one_family=instead(r"\*:8000", "0.0.0.0:8000", _front),
 )
 def the_proxy_knows_every_engine_and_daemon(cluster: Cluster) -> Iterator[str]:
     if not cluster.of("Deployment"):
@@ -1129,10 +1112,7 @@ def _router(change: Callable[[Engine], object]) -> Loss:
     another_port=_router(lambda engine: engine.engine.update(args=["--port=8000", *engine.engine["args"][1:]])),
     role=_router(lambda engine: engine.labels.pop("llm-d.ai/role")),
     shut_out=_router(lambda engine: engine.labels.pop("kvferry.io/front")),
-    gateway=lambda cluster: [
-        one["spec"].update(ingress=[rule for rule in one["spec"]["ingress"] if "llm-d" not in str(rule)])
-        for one in cluster.of("NetworkPolicy")
-    ],
+    gateway=_without_rules("llm-d"),
 )
 def llm_ds_sidecar_stands_before_decode(cluster: Cluster) -> Iterator[str]:
     for engine in cluster.engines:
@@ -1225,11 +1205,11 @@ def sglang_finds_its_daemons(cluster: Cluster) -> Iterator[str]:
     only="sglang",
     port=_argument("disaggregation-bootstrap-port", "9000"),
     closed=_rule(0, lambda rule: rule.update(ports=[one for one in rule["ports"] if one["port"] != 8998])),
-    router=lambda cluster: _proxy(cluster)["spec"]["containers"][0]["args"].remove("8998"),
+    router=lambda cluster: _front(cluster)["args"].remove("8998"),
     none=lambda cluster: cluster.remove("Deployment"),
-    decode=lambda cluster: _proxy(cluster)["spec"]["containers"][0]["args"].pop(),
-    mixed=lambda cluster: _proxy(cluster)["spec"]["containers"][0]["args"].remove("--pd-disaggregation"),
-    retries=lambda cluster: _proxy(cluster)["spec"]["containers"][0]["args"].remove("--disable-retries"),
+    decode=lambda cluster: _front(cluster)["args"].pop(),
+    mixed=lambda cluster: _front(cluster)["args"].remove("--pd-disaggregation"),
+    retries=lambda cluster: _front(cluster)["args"].remove("--disable-retries"),
     label=lambda cluster: _proxy(cluster)["metadata"]["labels"].pop("kvferry.io/front"),
 )
 def sglangs_router_brings_decode_to_prefills_bootstrap_address(cluster: Cluster) -> Iterator[str]:
