@@ -57,7 +57,7 @@ SEEDS = 1 << 48
 HIGHEST = (1 << 31) - 1
 """The highest attempt that an order may name: the reservation that it waits for never comes."""
 BLOWS = ("preempt", "preempt", "other prompt", "abort", "abort here", "read", "stream", "restart source",
-         "restart reader", "time", "time", "order again")  # fmt: skip
+         "restart reader", "time", "time", "order again", "plans")  # fmt: skip
 NOT_DONE = "not done though nothing stands in the way"
 KNOWN: dict[str, str] = {}
 """Kinds of violations that are known, and why they are there. The protocol without I/O ends them. A night reports all
@@ -442,7 +442,7 @@ class Run:
             self._check_one_lease(part.receive)
         elif code == "lease_ended":
             self._check_why_ended(part.receive.request_id)
-        elif code in ("internal", "protocol", "malformed_read", "malformed_pack"):
+        elif code in ("internal", "protocol", "malformed_read", "malformed_pack", "unknown_pairing"):
             raise Violation(f"between daemons of ours: {code}", ended.problem.message)
         if ended.blocks_safe and part.holds is None:
             self._free(part)
@@ -614,6 +614,8 @@ class Run:
                 self._told()
             case "stream" if streams := self.world.streams():
                 self.rng.choice(streams).break_down()
+            case "plans":
+                self._forget_plans()
             case "restart source":
                 self._restart(self.sources, "prefill")
             case "restart reader":
@@ -623,6 +625,10 @@ class Run:
             case "order again":
                 given = [body for body in self.bodies if body.request_id == request_id]
                 self.order(request_id, self.rng.choice(given) if given else None)
+
+    def _forget_plans(self) -> None:
+        """A source rank serves more shapes at a time than it keeps plans."""
+        self.sources[self.rng.choice(sorted(self.sources))].forget_pairings()
 
     def _restart(self, daemons: dict[int, Daemon], engine: str) -> None:
         """The daemon of one rank dies. Its engine's rank attaches to the next one, in the same epoch."""
@@ -698,6 +704,8 @@ class Run:
         for request_id in REQUESTS:
             self.prompts[request_id] = self.rng.choice((b"one", b"another"))
             how = self.rng.choice((*3 * ("own",), *3 * ("reservation first",), "order first"))
+            for _ in range(self.rng.choice((0, 1, 2))):
+                self._forget_plans()
             receives_first = self.rng.random() < 0.5 and not self._tombs(request_id)
             self.log.append(f"once more: {request_id}, {how}, {'receive' if receives_first else 'publish'} first")
             if not receives_first:
@@ -714,6 +722,9 @@ class Run:
             if receives_first:
                 self.go(self.rng.randrange(60))
                 self.publish(request_id)
+            for _ in range(self.rng.choice((0, 0, 5))):
+                self.go(5)
+                self._forget_plans()
             self._wait(self._over, DEADLINE_S + GRACE_S)
             if not all((part := receive.parts.get(rank)) and part.publish for rank in self.readers):
                 raise Violation(*self._why_not_done(receive, how))

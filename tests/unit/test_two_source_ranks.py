@@ -124,39 +124,6 @@ def test_a_rank_that_is_asked_again_does_not_ask_one_that_has_packed_all(
     assert transfer.nbytes == two.reader.memory.nbytes * len(blocks) // BLOCKS
 
 
-@pytest.mark.parametrize("choice", [0, 1, 2, 5])
-def test_transfers_that_find_a_pairing_forgotten_each_go_by_one_that_is_known(two: Two, choice: int) -> None:
-    """Whichever of them makes it."""
-    requests, world = {"r": range(4), "s": range(4, 8)}, two.world
-    transfers = [two.receive(request_id, blocks, "staged") for request_id, blocks in requests.items()]
-    world.run()
-    for source in two.sources:
-        source.forget_pairings()
-    for request_id, blocks in requests.items():
-        two.publish(request_id, blocks)
-    for _ in range(10_000):
-        if not world.step(choice):
-            break
-    assert [transfer.problem for transfer in transfers] == [None, None]
-    assert all(map(two.is_there, requests.values()))
-
-
-def test_a_plan_that_is_forgotten_each_time_it_was_made_fails_no_transfer(two: Two) -> None:
-    """Its source serves more shapes at a time than it keeps plans."""
-    blocks, world, times = range(4), two.world, 5
-    transfer = two.receive("r", blocks, "staged")
-    world.run()
-    for source in two.sources:
-        source.forget_pairings()
-        source.publish("r", blocks)
-    before = world.asked["Pair"]
-    while world.step(0):
-        if world.asked["Pair"] < before + times:
-            two.sources[0].forget_pairings()
-    assert world.asked["Pair"] >= before + times
-    assert transfer.problem is None and two.is_there(blocks)
-
-
 def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_from(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
