@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from fleet import TIMEOUT_S, Daemons, refusal, until
 from lives import engine_on
-from pair import MANY, TOKENS, Pair, all_wait, half_published, is_in, order, prefilled, waits_for
+from pair import MANY, TOKENS, Pair, half_published, is_in, order, prefilled, waits_for
 from ranks import Blocks, Kv, Shape, TestEngine
 
 from kvferry.engine import EngineClient, Lease, Received
 from kvferry.errors import KvferryError
-from kvferry.router import DaemonError, RouterClient
+from kvferry.router import RouterClient
 from kvferry.schemas import Awaited, LeaseState, OrderBody, TransferRecord, TransferState
 from kvferry.v1 import engine_pb2
 from kvferry.wire import tables_to_proto
@@ -91,32 +91,6 @@ async def test_ranks_may_reserve_one_after_another(pair: Pair, request_id: str, 
     assert not pair.decode.differences(expected)
     async with asyncio.timeout(TIMEOUT_S):
         assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
-
-
-async def test_the_highest_number_that_a_router_may_name_harms_no_attempt(pair: Pair, request_id: str) -> None:
-    """Only the engine's reservations begin attempts."""
-    transfer_id = await order(pair, request_id, 1, attempt=FAR_AWAY)
-    kv, _ = await prefilled(pair, request_id)
-    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
-    await pair.decode.receive(request_id, blocks, source=pair.prefill.source())
-    assert not pair.decode.differences(expected)
-    assert (await pair.routers[1].abort_transfer(transfer_id)).state is TransferState.ABORTED
-    await moves(pair, request_id)
-
-
-async def test_an_order_for_an_attempt_that_is_over_is_refused_and_names_the_newest(
-    pair: Pair, request_id: str
-) -> None:
-    before, attempt = pair.decode.next_attempt(), pair.decode.next_attempt()
-    receiving = asyncio.create_task(pair.decode.outcomes(request_id, pair.decode.take(TOKENS), attempt=attempt))
-    await all_wait(pair, request_id)
-    with pytest.raises(DaemonError) as refused:
-        await order(pair, request_id, 1, attempt=before)
-    assert (refused.value.code, refused.value.status, refused.value.value) == ("stale_attempt", 409, str(attempt))
-    await pair.routers[0].abort_request(request_id)
-    assert codes(await receiving) == {"aborted"}
-    assert codes(await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), attempt=before)) == {"stale_attempt"}
 
 
 # a rank fails or is refused

@@ -13,7 +13,7 @@ from victim import Victim
 
 from kvferry.engine import Received, TransferFailed
 from kvferry.router import DaemonError
-from kvferry.schemas import Awaited, DestinationBody, LeaseState, OrderBody, TransferRecord, TransferState
+from kvferry.schemas import Awaited, LeaseState, OrderBody, TransferRecord, TransferState
 
 pytestmark = pytest.mark.anyio
 FEW = 60
@@ -110,19 +110,6 @@ async def test_a_different_order_for_the_same_request_is_refused(
         await pair.routers[0].order(OrderBody.model_validate(body))
     assert (refused.value.code, refused.value.status) == ("order_conflict", 409)
     assert (await pair.routers[0].abort_transfer(first.transfer_id)).state is TransferState.ABORTED
-
-
-async def test_an_order_may_not_redirect_what_the_engine_reserved(pair: Pair, request_id: str) -> None:
-    blocks, elsewhere = pair.decode.take(TOKENS), pair.decode.take(TOKENS)
-    receiving = asyncio.create_task(pair.decode.outcomes(request_id, blocks))
-    await all_wait(pair, request_id)
-    with pytest.raises(DaemonError) as refused:
-        await order(pair, request_id, destination=DestinationBody(tables=elsewhere.json()))
-    assert (refused.value.code, refused.value.status) == ("receive_conflict", 409)
-    await pair.routers[0].abort_request(request_id)
-    for router in pair.routers[1:]:
-        await router.abort_request(request_id)
-    await receiving
 
 
 async def test_a_long_poll_answers_with_the_end(pair: Pair, request_id: str) -> None:

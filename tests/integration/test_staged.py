@@ -197,16 +197,6 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
     await idle(staged.daemons)
 
 
-async def test_a_lease_that_has_ended_is_not_packed_and_the_stream_goes_on(staged: Pair, request_id: str) -> None:
-    async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other:
-        await staged.prefill_routers[0].revoke_lease(request_id)
-        told = await other.by_hand.heard()
-        assert (told.reading, told.problem.code) == (READING, "lease_ended")
-        await other.pack(open=other.opening, want=[0])  # a reading that is over: there is no answer
-        gone = await other.by_hand.open(request_id, 2)
-        assert (gone.reading, gone.problem.code) == (2, "lease_ended")
-
-
 async def test_a_packing_ends_those_before_it_and_a_closed_reading_its_own(staged: Pair, request_id: str) -> None:
     async with (
         httpx.AsyncClient(trust_env=False) as http,
@@ -222,14 +212,6 @@ async def test_a_packing_ends_those_before_it_and_a_closed_reading_its_own(stage
         await until(one_slot_is_taken, "the first packing's slots are back")
         await other.by_hand.say(close=peer_pb2.LeaseClose(reading=READING, request_id=request_id))
         await idle(staged.prefill.daemons)
-
-
-async def test_a_reader_that_read_late_has_the_source_vouch_for_its_slots(staged: Pair, request_id: str) -> None:
-    async with hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, 20) as late:
-        chunks = range(late.opening.chunks)
-        await late.packed(len(chunks), open=late.opening, want=chunks)
-        await late.pack(read=chunks, vouch=True)
-        assert (await late.hears()).vouched
 
 
 @pytest.fixture(scope="module")

@@ -136,6 +136,7 @@ def test_a_number_is_known_when_its_record_is_forgotten() -> None:
     assert not rank.requests.parts.of_request(rank.at.key("r"))
     rank.refuses("reserve", "aborted", "by the test", number=5)
     rank.refuses("reserve", "stale_attempt", number=4)
+    assert rank.refuses("order", "stale_attempt", number=4).value == "5"
     assert isinstance(rank.reserve(6), e.Taken)
 
 

@@ -95,8 +95,6 @@ class Pair:
     source: Source
     rank: PeerRank
     arena: Arena
-    given: list[str] = field(default_factory=list)
-    """Names of pairings that are made anew."""
 
     def publish(self, request_id: str) -> None:
         leases, said = self.source.leases, Publication(TABLES, 16, b"", more=False)
@@ -140,8 +138,7 @@ class Pair:
         return ChunkStream(view, opening, chunks, self.pair)
 
     async def pair(self, forgotten: str) -> str:
-        assert forgotten not in self.given
-        return self.given.pop()
+        raise AssertionError("no pairing is forgotten")
 
 
 def every_chunk() -> Sequence[Chunk]:
@@ -242,18 +239,6 @@ async def test_a_packing_that_fails_leaves_its_reading_and_others_alone(pair: Pa
         await beside.want(1)
     beside.was_read(1)
     await beside.vouched()
-
-
-@pytest.mark.parametrize("times", [1, 3])
-async def test_a_stream_whose_pairing_is_forgotten_makes_another_each_time(pair: Pair, times: int) -> None:
-    """A source that serves more shapes than it keeps may have forgotten the next one, too."""
-    for request_id in ("opened", "announced"):
-        pair.given = [pair.rank.pairing, *(f"forgotten {time}" for time in range(1, times))]
-        pair.publish(request_id)
-        view = await (pair.view(request_id) if request_id == "opened" else pair.announced(request_id))
-        await carried(pair.stream(view, pairing="forgotten"))
-        assert not pair.given
-        await pair.released(view)
 
 
 async def test_a_stream_that_was_given_up_while_it_pairs_does_not_take_the_place_of_the_next(pair: Pair) -> None:
