@@ -106,8 +106,11 @@ class Daemon(engine_pb2_grpc.EngineServicer):
             self.events.put_nowait(engine_pb2.Event(answer=answer))
 
     async def until(self, *heard: str) -> None:
+        await self.until_so(lambda: self.heard == list(heard))
+
+    async def until_so(self, so: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
-            while self.heard != list(heard):
+            while not so():
                 self.more.clear()
                 await self.more.wait()
 
@@ -155,6 +158,14 @@ async def everything_heard(daemon: Daemon, client: EngineClient) -> None:
     daemon.drain()
     async with asyncio.timeout(60):
         await client.draining.wait()
+
+
+async def refused(work: Awaitable[object], code: str = "session_closed") -> KvferryError:
+    with pytest.raises(KvferryError) as told:
+        async with asyncio.timeout(60):
+            await work
+    assert told.value.code == code, work
+    return told.value
 
 
 async def cancelled(task: asyncio.Task[Any], timeout_s: float = 10) -> None:
@@ -241,9 +252,7 @@ async def test_whatever_cancels_a_receive_its_blocks_are_waited_for_by_the_name_
     quiesced = asyncio.create_task(client.quiesced("R"))
     await client.quiesced("Q")  # nothing was said of it
     client._session.call_timeout_s = 0.1
-    with pytest.raises(KvferryError) as pending:
-        await client.receive("R", OTHERS)
-    assert pending.value.code == "receive_pending"
+    await refused(client.receive("R", OTHERS), "receive_pending")
     assert daemon.heard == ["receive [1, 2]"]
     daemon.answers.set()
     await daemon.until("receive [1, 2]", "abort")
@@ -298,9 +307,7 @@ async def test_whether_blocks_are_quiet_is_never_known_of_a_client_that_is_close
     await asyncio.sleep(0)
     await client.close()
     for waiting in (quiesced, client.quiesced("R")):
-        with pytest.raises(KvferryError) as refused:
-            await waiting
-        assert refused.value.code == "session_closed"
+        await refused(waiting)
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -351,10 +358,7 @@ async def test_a_daemon_that_refuses_to_answer_for_an_overdue_receive_is_there(b
     await everything_heard(daemon, client)
     daemon.heard.clear()
     daemon.refuses = True
-    async with asyncio.timeout(60):
-        while "probe" not in daemon.heard:
-            daemon.more.clear()
-            await daemon.more.wait()
+    await daemon.until_so(lambda: "probe" in daemon.heard)
     await everything_heard(daemon, client)
     daemon.end("t0", "failed", safe=False)
     with pytest.raises(TransferFailed) as failed:
@@ -378,9 +382,7 @@ async def test_an_end_that_is_not_known_ends_the_session(both: Both, state: str)
         await receiving
     await failed.value.quiesced()
     assert (failed.value.code, failed.value.field, failed.value.value) == ("malformed_event", "state", state)
-    with pytest.raises(KvferryError) as refused:
-        await client.publish("R", TABLES, 5)
-    assert refused.value.code == "malformed_event"
+    await refused(client.publish("R", TABLES, 5), "malformed_event")
     if state == "publishing":
         with pytest.raises(KvferryError):
             await lease.ended()
@@ -414,9 +416,7 @@ async def test_a_call_after_close_says_that_the_session_is_closed(
 ) -> None:
     _, client = both
     await client.close()
-    with pytest.raises(KvferryError) as refused:
-        await call(client)
-    assert refused.value.code == "session_closed"
+    await refused(call(client))
 
 
 @pytest.mark.parametrize("answered", [True, False])
@@ -431,9 +431,7 @@ async def test_who_waits_at_close_hears_that_the_session_is_closed(both: Both, a
     await asyncio.sleep(0.05)
     await client.close()
     for waiting in (receiving, lease.ended(), *others):
-        with pytest.raises(KvferryError) as told:
-            await waiting
-        assert told.value.code == "session_closed", waiting
+        await refused(waiting)
 
 
 async def test_a_caller_that_is_cancelled_while_the_session_closes_is_cancelled(both: Both) -> None:
@@ -467,15 +465,9 @@ async def test_threads_hear_the_same(tmp_path: Path) -> None:
             began = time.monotonic()
             await off(client.close)
             assert time.monotonic() - began < 2
-            for waiting in (asyncio.wrap_future(second), calling):
-                with pytest.raises(KvferryError) as told:
-                    async with asyncio.timeout(60):
-                        await waiting
-                assert told.value.code == "session_closed"
-            for call in (client.abort, lambda request_id: client.receive(request_id, TABLES)):
-                with pytest.raises(KvferryError) as told:
-                    await off(call, "R")
-                assert told.value.code == "session_closed"
+            again = (client.abort, lambda request_id: client.receive(request_id, TABLES))
+            for waiting in (asyncio.wrap_future(second), calling, *(off(call, "R") for call in again)):
+                await refused(waiting)
 
 
 @pytest.fixture
@@ -728,17 +720,12 @@ async def test_a_session_that_was_not_taken_up_yet_ends_with_the_client(tmp_path
         holding = client.start(hold())
         await asyncio.to_thread(holds.wait, 60)
         daemon.end_lease("vanished")
+        await daemon.until_so(lambda: daemon.attached == 2)
         async with asyncio.timeout(60):
-            while daemon.attached < 2:
-                daemon.more.clear()
-                await daemon.more.wait()
             while not client._noting._waiters:  # noqa: ASYNC110  nothing tells that the next session waits there
                 await asyncio.sleep(0.01)
         closing = asyncio.create_task(asyncio.to_thread(client.close))
-        async with asyncio.timeout(60):
-            while not daemon.left:
-                daemon.more.clear()
-                await daemon.more.wait()
+        await daemon.until_so(lambda: daemon.left > 0)
         client._loop.call_soon_threadsafe(goes_on.set)
         await closing
         holding.result(60)
@@ -749,9 +736,7 @@ async def test_no_fences_are_made_for_a_client_that_is_closed(both: Both) -> Non
     _, client = both
     client.device = "cuda:0"
     await client.close()
-    with pytest.raises(KvferryError) as refused:
-        await client.open_fences()
-    assert refused.value.code == "session_closed"
+    await refused(client.open_fences())
     assert client._page is None
 
 
@@ -947,32 +932,31 @@ class SlowDevice:
             return 0, 0
 
 
-def slow_memory(kind: str, gpu: Any) -> Any:
-    if kind == "vmm":
-        return VmmMemory(0, 4096, 4096, gpu)
+def mapped(gpu: Any) -> CudaRegion:
     return CudaRegion(0, "cuda", 4096, 0, gpu, Mapping(gpu, b"", 4096))
 
 
-@pytest.mark.parametrize("kind", ["vmm", "ipc"])
-async def test_memory_that_a_gpu_does_not_export_holds_up_nothing_else(both: Both, kind: str) -> None:
+async def unmaps(client: EngineClient, gpu: Any) -> None:
+    cuda_module._mappings[gpu.index, b""] = [4096, 1]
+    await client.unmap(mapped(gpu))
+
+
+WAITS: dict[str, Callable[[EngineClient, Any], Awaitable[object]]] = {
+    "vmm": lambda client, gpu: client.adopt(VmmMemory(0, 4096, 4096, gpu)),
+    "ipc": lambda client, gpu: client.adopt(mapped(gpu)),
+    "unmap": unmaps,
+}
+
+
+@pytest.mark.parametrize("call", WAITS.values(), ids=WAITS.keys())
+async def test_memory_that_a_gpu_does_not_export_or_unmap_holds_up_nothing_else(
+    both: Both, call: Callable[[EngineClient, Any], Awaitable[object]]
+) -> None:
     _, client = both
     gpu = SlowDevice()
     client._session.call_timeout_s = 0.1
-    with pytest.raises(KvferryError, match="GPU") as late:
-        await client.adopt(slow_memory(kind, gpu))
-    assert (late.value.code, late.value.field) == ("deadline", "call_timeout_s")
-    gpu.going.set()
-
-
-async def test_memory_that_a_gpu_does_not_unmap_holds_up_nothing_else(both: Both) -> None:
-    _, client = both
-    gpu: Any = SlowDevice()
-    client._session.call_timeout_s = 0.1
-    region = CudaRegion(0, "cuda", 4096, 0, gpu, Mapping(gpu, b"", 4096))
-    cuda_module._mappings[gpu.index, b""] = [4096, 1]
-    with pytest.raises(KvferryError, match="GPU") as late:
-        await client.unmap(region)
-    assert (late.value.code, late.value.field) == ("deadline", "call_timeout_s")
+    late = await refused(call(client, gpu), "deadline")
+    assert late.field == "call_timeout_s" and "GPU" in str(late)
     gpu.going.set()
 
 
