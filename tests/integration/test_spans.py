@@ -94,10 +94,19 @@ async def test_both_sides_of_a_request_are_below_the_routers_span_and_a_failure_
     (outcome,) = await decode.outcomes(f"{request_id}-late", decode.take(1), deadline_s=0.05)
     assert isinstance(outcome, TransferFailed)
 
+    def failures() -> list[Span]:
+        return [span for span in list(collector.spans) if span.status.message == "deadline"]
+
     async def failed() -> bool:
-        return any(span.status.message == "deadline" for span in list(collector.spans))
+        return bool(failures())
 
     await until(failed, "a failure is sent, as a span with an error and a trace of its own")
+    (late,) = failures()
+    (waited,) = late.events
+    said = {each.key: each.value for each in waited.attributes}
+    assert waited.name == "kvferry.wait"
+    assert (said["kvferry.what"].string_value, said["kvferry.on"].string_value) == ("order", "router")
+    assert 0 < 1e6 * said["kvferry.ms"].double_value <= late.end_time_unix_nano - waited.time_unix_nano + 1e6
     assert not any(span.status.message for span in collector.of(trace_id).values())
 
 

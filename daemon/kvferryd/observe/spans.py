@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.protocol.values import Account
-from kvferry.schemas import RankTransfer
+from kvferry.schemas import RankTransfer, Wait
 from kvferryd.observe import logs
 
 if TYPE_CHECKING:
@@ -57,12 +57,13 @@ class Spans:
     def transfer(
         self, share: RankTransfer, request_id: str, began: float, trace: logs.Trace, **about: AttributeValue
     ) -> None:
-        """This rank's share, and its phases below it. began: Unix time."""
+        """This rank's share, its phases below it, and its waits as events: where it waited for one thing several times,
+        the event is at the first and has the length of all. began: Unix time."""
         about |= {"path": share.path, "bytes": share.bytes, "descriptors": share.descriptors, "rank": share.rank}
         error = share.error.code if share.error else ""
         total_ms = share.phases_ms.get("total", 0.0)
         phases = {name: share.phases_ms.get(name, 0.0) for name in PHASES}
-        self._add("kvferry.transfer", request_id, trace, began, total_ms, about, phases, error)
+        self._add("kvferry.transfer", request_id, trace, began, total_ms, about, phases, error, share.waits)
 
     def lease(self, engine_id: str, ended: Account) -> None:
         state, tokens = ended.state.value, ended.num_tokens
@@ -74,11 +75,11 @@ class Spans:
 
     def _add(
         self, name: str, request_id: str, trace: logs.Trace, began: float, took_ms: float,
-        about: Mapping[str, AttributeValue], phases: Mapping[str, float], error: str,
+        about: Mapping[str, AttributeValue], phases: Mapping[str, float], error: str, waits: Sequence[Wait] = (),
     ) -> None:  # fmt: skip
         from opentelemetry import trace as otel
 
-        named = {f"kvferry.{key}": value for key, value in {"request_id": request_id, **about}.items()}
+        named = _named({"request_id": request_id, **about})
         start, end = int(1e9 * began), int(1e9 * began + 1e6 * took_ms)
         above = otel.set_span_in_context(otel.NonRecordingSpan(_parent(trace, request_id)))
         span = self._tracer.start_span(name, above, start_time=start, attributes=named)
@@ -88,6 +89,9 @@ class Spans:
                 part = self._tracer.start_span(f"kvferry.{phase}", below, start_time=at)
                 at = min(end, at + int(1e6 * ms))
                 part.end(at)
+        for wait in waits:
+            told = {"what": wait.what.value, "on": wait.on, "part": wait.part, "ms": wait.ms}
+            span.add_event("kvferry.wait", _named(told), timestamp=int(1e9 * wait.began_at))
         if error:
             span.set_status(otel.Status(otel.StatusCode.ERROR, error))
         span.end(end)
@@ -96,6 +100,10 @@ class Spans:
         """Send what is left, for FLUSH_MS at most."""
         self._provider.force_flush(FLUSH_MS)
         self._provider.shutdown()
+
+
+def _named(about: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
+    return {f"kvferry.{key}": value for key, value in about.items()}
 
 
 def _parent(trace: logs.Trace, request_id: str) -> SpanContext:
