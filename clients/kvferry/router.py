@@ -134,7 +134,7 @@ class RouterClient:
         return await self._call("GET", path, schemas.TransferRecord, query=_wait(wait_s), wait_s=wait_s)
 
     async def source_half(self, transfer_id: str) -> schemas.SourceHalf:
-        """What the source's daemons know of the lease that the transfer reads: its daemon asks them now. Raises
+        """The lease that the transfer reads, as the source's daemons know it, which are asked now. Raises
         `unknown_transfer`."""
         return await self._call("GET", f"/v1/transfers/{_quoted(transfer_id)}/source", schemas.SourceHalf)
 

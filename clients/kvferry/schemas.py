@@ -258,9 +258,9 @@ class LeaseReader(_Answer):
 
     state: `reading`; `read`, it has all that it wanted; `left`, it has gone without, or its engine reads all anew in a
     later attempt. bytes: what it has read, as it says when it closes the lease. attempt: the number of its engine's;
-    where orders bring their tables the one by which rank 0 counts those. By the source's clock from the first publish
-    on, None where that was not, or is not yet: opened_ms, when it had the lease open, 0 where it had waited for it;
-    packed_ms, when all was packed of what is staged; closed_ms, when it said that it needs no more.
+    where orders bring their tables the one by which rank 0 counts those. Times are by the source's clock from the first
+    publish on, None where that was not, or is not yet: opened_ms, when it had the lease open, 0 where it had waited for
+    it; packed_ms, when all was packed of what is staged; closed_ms, when it said that it needs no more.
     """
 
     engine_id: str
@@ -310,7 +310,7 @@ class LeaseList(_Answer):
 
 
 class SourceRank(_Answer):
-    """What one rank of a source knows of the lease that a transfer reads, or why it does not say. Times in `lease` are
+    """The lease that a transfer reads, as one rank of its source knows it; or why it does not say. Times in `lease` are
     by its own clock; of its readers there are the ranks of the engine that reads."""
 
     rank: int

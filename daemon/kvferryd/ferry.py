@@ -148,7 +148,7 @@ class Ferry:
         return None if body is None else schemas.TransferRecord.model_validate_json(body)
 
     async def source_half(self, transfer_id: str) -> schemas.SourceHalf:
-        """What the source's daemons know of the lease that a transfer reads. Raises KvferryError
+        """The lease that a transfer reads, as the source's daemons know it. Raises KvferryError
         (`unknown_transfer`)."""
         if self.jobs.find(transfer_id) is None and self._before(transfer_id) is not None:
             return schemas.SourceHalf(why="it ended with the daemon before this one, which alone had met the source")

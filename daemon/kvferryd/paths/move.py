@@ -77,7 +77,7 @@ class Waits:
 
     @property
     def last_s(self) -> float:
-        """Of the wait before this one."""
+        """The length of the wait before this one."""
         return self._since - self._before
 
     def keep(self, what: Awaited, on: str, part: str = "") -> None:

@@ -14,7 +14,7 @@ from kvferryd.peers.peer import PeerEngine, PeerRank
 
 
 async def served(peer: PeerEngine, request_id: str, lease: int, timeout_s: float) -> list[SourceRank]:
-    """Of every rank, each of which is waited for `timeout_s` at most."""
+    """The answers of all ranks, each of which is waited for `timeout_s` at most."""
     ranks = [peer.ranks[number] for number in sorted(peer.ranks)]
     return await asyncio.gather(*(_served(rank, request_id, lease, timeout_s) for rank in ranks))
 
