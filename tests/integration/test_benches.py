@@ -14,9 +14,13 @@ import pytest
 
 from kvferry.errors import KvferryError
 from kvferryd import bench
-from kvferryd.bench import paged, trace
+from kvferryd.bench import cost, paged, trace
 
 TRACE = Path(__file__).with_name("conversation_trace.jsonl")
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    return [rows(part) for part in text.split("\n\n") if "|" in part]
 
 
 def rows(text: str) -> list[dict[str, str]]:
@@ -107,3 +111,23 @@ def test_each_request_of_a_batch_has_pages_of_its_own_by_the_seed() -> None:
     for side in case.ids():
         assert len(set(np.concatenate(side).tolist())) == 4 * 63
     assert np.array_equal(case.ids(), case.ids())
+
+
+def test_a_daemon_is_looked_at_at_rest_and_at_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["cost", "--device", "cpu", "--quick"]) == 0
+    at_rest, at_work = tables(capsys.readouterr().out)
+    assert [row["state"] for row in at_rest] == [
+        state for state in ("just started", "with an engine", "after all requests") for _ in range(2)
+    ]
+    for row in at_rest:
+        assert int(row["threads"]) > 1
+        assert 0 < int(row["own MB"]) <= int(row["RSS, MB"])
+    assert [(row["tokens"], row["at once"]) for row in at_work] == [
+        (f"{tokens:,}", str(at_once)) for tokens, at_once, _ in cost.WORK
+    ]
+
+
+def test_wake_ups_are_a_seconds_by_name() -> None:
+    before = cost.Look(10.0, 0.0, {(1, "loop"): 5, (2, "nixl"): 0, (3, "gone"): 9})
+    after = cost.Look(12.0, 0.0, {(1, "loop"): 15, (2, "nixl"): 200, (4, "nixl"): 20})
+    assert cost.wakeups(before, after) == {"loop": 5, "nixl": 110}

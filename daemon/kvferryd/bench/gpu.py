@@ -98,7 +98,7 @@ def need_torch() -> None:
 
 
 def machine(gpus: Sequence[cuda.Device]) -> dict[str, object]:
-    """What is measured on, and the load that it had already."""
+    """The machine, and the load that it had already."""
     import torch
 
     names = [torch.cuda.get_device_name(gpu.index) for gpu in gpus] or ["host memory"]

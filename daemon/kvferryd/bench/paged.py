@@ -64,7 +64,7 @@ class Point:
 
     @property
     def pages(self) -> int:
-        """Of a request, over all layers."""
+        """A request's, over all layers."""
         return self.layers * -(-self.tokens // self.page)
 
     @property
@@ -77,7 +77,7 @@ class Point:
 
     @property
     def nbytes(self) -> int:
-        """Of a request."""
+        """A request's bytes."""
         return self.pages * self.page_nbytes
 
     def case(self, batch: int) -> Case:
@@ -96,7 +96,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What others do with the same: bytes a second of a bulk copy; NIXL's seconds for each batch, READ and WRITE."""
+    """Others with the same: bytes a second of a bulk copy; NIXL's seconds for each batch, READ and WRITE."""
 
     bulk: float
     nixl_s: dict[int, tuple[float, float]]

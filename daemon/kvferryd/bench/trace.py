@@ -78,7 +78,7 @@ def read(path: Path, seed: int) -> list[Arrival]:
 
 
 def faster(trace: Sequence[Arrival], speed: float, seconds: float) -> list[Arrival]:
-    """What arrives in the first `seconds` of a replay that is so many times as fast."""
+    """The arrivals in the first `seconds` of a replay that is so many times as fast."""
     sped = [Arrival(each.at_s / speed, each.size) for each in trace]
     return [each for each in sped if each.at_s < seconds]
 
@@ -141,7 +141,7 @@ class Found:
 
 
 class Replay:
-    """One pair, and what its reader's blocks must hold."""
+    """One pair, with the oracle of its reader's blocks."""
 
     def __init__(self, pair: Pair, source: Engine, reader: Engine, seed: int) -> None:
         self.pair, self._source, self._reader = pair, source, reader
@@ -225,7 +225,7 @@ class Replay:
 
 
 def model(kib: int) -> Model:
-    """Of so many KiB a token, a power of two: 128 KiB are 32 layers of 8 KV heads; below 4 KiB a layer has fewer."""
+    """A model of so many KiB a token, a power of two: 128 are 32 layers of 8 KV heads; below 4 a layer has fewer."""
     layers = max(kib // LAYER_KIB, 1)
     return Model(layers, "kv", (kib << 10) // (2 * layers * DIM * ITEM), DIM)
 
