@@ -20,9 +20,10 @@ from kvferryd.observe import logs
 log = logs.get(__name__)
 T = TypeVar("T")
 
-QUIET_S, BUSY_S, NOTED_S, NOTES_S, NOTES = 2e-3, 1e-2, 0.2, 5e-4, 1024
+QUIET_S, BUSY_S, NOTED_S, NOTES_S, NOTES, GATHERED_S = 2e-3, 1e-2, 0.2, 5e-4, 1024, 0.2
 """Notes: the pause before them, in which the next request may come, and that until a busy loop is looked at again; how
-long they wait for one that is not busy; how much of a turn they may take; how many may wait."""
+long they wait for one that is not busy; how much of a turn they may take; how many may wait; how long what they have
+gathered waits."""
 FEW = 8192
 """Segments or runs that are cut or expanded on the loop: half a millisecond at most. More take several, which others
 would wait for; these are not worth the way to a thread and back."""
@@ -278,14 +279,15 @@ class Timer:
 
 class Notes:
     """Lines, metrics and records of requests that are over. They are written when nothing is `busy`, or NOTED_S later,
-    and little at a time; `flush` does the rest at once."""
+    and little at a time. What they have gathered is `written` GATHERED_S later; `flush` does all of it at once."""
 
-    def __init__(self, busy: Callable[[], bool]) -> None:
-        self._busy = busy
+    def __init__(self, busy: Callable[[], bool], written: Callable[[], None] = lambda: None) -> None:
+        self._busy, self._written = busy, written
         self._notes: deque[Callable[[], None]] = deque()
         self._since = 0.0
         """When the first of them came."""
         self._timer: asyncio.TimerHandle | None = None
+        self._gathered = Timer(written)
 
     def add(self, note: Callable[[], None]) -> None:
         if self._timer is None:
@@ -299,6 +301,8 @@ class Notes:
     def flush(self) -> None:
         while self._notes:
             self._write_one()
+        self._gathered.set(None)
+        self._written()
 
     def _write(self) -> None:
         loop, until, pause_s = asyncio.get_running_loop(), time.monotonic() + NOTES_S, BUSY_S
@@ -306,6 +310,7 @@ class Notes:
             pause_s = QUIET_S
             while self._notes and (time.monotonic() < until or len(self._notes) > NOTES):
                 self._write_one()
+            self._gathered.ring_by(loop.time() + GATHERED_S)
         self._timer = loop.call_later(pause_s, self._write) if self._notes else None
 
     def _write_one(self) -> None:

@@ -84,7 +84,7 @@ class Ferry:
         self.peers_known, self.inbound = Peers(config, metrics, self.proof, remembered, self.node), Inbound(remembered)
         self.roster = Roster(config, self.peers_known.channels, Seed(), self.instance, self._on_roster)
         self.spans = spans.made(self.instance)
-        self.notes = Notes(lambda: self.jobs.unfinished > 0)
+        self.notes = Notes(lambda: self.jobs.unfinished > 0, self.history.flush)
         self.jobs = Transfers(
             config, self.peers_known, metrics, self.history, self.notes, self._one_fewer, self.instance, self.spans
         )

@@ -44,6 +44,11 @@ def again(file: File, because: str = "") -> History:
     return History(*File.copies([file.fileno()]), because)
 
 
+def told(kept: History, *asked: float, **more: bool) -> Any:
+    kept.flush()
+    return kept.told(*asked, **more)  # type: ignore[arg-type]
+
+
 def share(ms: float = 10.0, code: str = "", nbytes: int = 1000) -> RankTransfer:
     state = TransferState.FAILED if code else TransferState.DONE
     error = ErrorBody(code=code, message="m") if code else None
@@ -60,10 +65,11 @@ def test_figures_of_one_daemon_go_on_in_the_next(file: File, clock: Clock) -> No
         first.ended(share(ms), "p")
     first.ended(share(code="deadline"), "q")
     first.served("r", 77)
+    first.flush()
     second = again(file)
     second.ended(share(code="deadline"), "q")
     second.ended(share(code="torn"), "")
-    (point,), _, peers = second.told(3600, MINUTE, 0, peers=True)
+    (point,), _, peers = told(second, 3600, MINUTE, 0, peers=True)
     assert (point.done, point.failed, point.read_bytes, point.served_bytes) == (100, 3, 100_000, 77)
     assert point.failures == {"deadline": 2, "torn": 1}
     assert point.p50_ms == pytest.approx(50, rel=1 / 8) and point.p99_ms == pytest.approx(99, rel=1 / 8)
@@ -78,29 +84,29 @@ def test_a_day_is_kept_by_the_minute_and_five_minutes_by_five_seconds(file: File
     for _ in range(DAY // MINUTE + 10):
         kept.ended(share(), "p")
         clock.now += MINUTE
-    points, _, (peer,) = kept.told(DAY, MINUTE, 0, peers=True)
+    points, _, (peer,) = told(kept, DAY, MINUTE, 0, peers=True)
     assert len(points) == peer.done == DAY // MINUTE - 1, "the minute that has just begun has nothing yet"
     assert points[0].at == began + 11 * MINUTE
-    assert [each.done for each in kept.told(DAY, 3600, 0)[0]][1:-1] == [60] * 23
-    assert [each.at for each in kept.told(DAY, MINUTE, clock.now - 90)[0]] == [clock.now - 120, clock.now - 60]
-    whole, lately = kept.told(DAY, 3600, 0)[0], kept.told(DAY, 3600, clock.now - 90)[0]
+    assert [each.done for each in told(kept, DAY, 3600, 0)[0]][1:-1] == [60] * 23
+    assert [each.at for each in told(kept, DAY, MINUTE, clock.now - 90)[0]] == [clock.now - 120, clock.now - 60]
+    whole, lately = told(kept, DAY, 3600, 0)[0], told(kept, DAY, 3600, clock.now - 90)[0]
     assert lately == whole[-1:], "a point of several minutes is told whole"
     kept.ended(share(), "p")
     clock.now += 5
     kept.ended(share(), "p")
-    assert [(each.at - clock.now, each.done) for each in kept.told(300, 5, 0)[0]][-2:] == [(-5, 1), (0, 1)]
+    assert [(each.at - clock.now, each.done) for each in told(kept, 300, 5, 0)[0]][-2:] == [(-5, 1), (0, 1)]
 
 
 def test_the_65th_peer_of_a_day_counts_with_the_others_and_has_a_place_on_the_next(file: File, clock: Clock) -> None:
     kept = again(file)
     for number in range(PEERS + 2):
         kept.ended(share(), f"p{number}")
-    peers = {each.engine_id: each.done for each in kept.told(DAY, MINUTE, 0, peers=True)[2]}
+    peers = {each.engine_id: each.done for each in told(kept, DAY, MINUTE, 0, peers=True)[2]}
     assert peers.pop(OTHER) == 2 and len(peers) == PEERS
     clock.now += DAY
     kept = again(file)
     kept.ended(share(), "late")
-    assert [each.engine_id for each in kept.told(DAY - MINUTE, MINUTE, 0, peers=True)[2]] == ["late"]
+    assert [each.engine_id for each in told(kept, DAY - MINUTE, MINUTE, 0, peers=True)[2]] == ["late"]
 
 
 def test_a_transfer_without_an_end_has_died_with_its_daemon(file: File, clock: Clock) -> None:
@@ -115,14 +121,14 @@ def test_a_transfer_without_an_end_has_died_with_its_daemon(file: File, clock: C
     died = TransferRecord.model_validate_json(second.earlier[1].body)
     assert died.error is not None and died.error.code == "daemon_died" and "SIGKILL" in died.error.message
     assert (died.ended_at, died.ranks[0].rank, died.source and died.source.engine_id) == (clock.now, 1, "p")
-    (point,), marks, (peer,) = second.told(300, 5, 0, peers=True)
+    (point,), marks, (peer,) = told(second, 300, 5, 0, peers=True)
     assert point.failures == peer.failures == {"daemon_died": 1} and peer.engine_id == "p"
     assert [mark.kind for mark in marks] == [MarkKind.START, MarkKind.DEATH, MarkKind.START]
     assert marks[1].why == "it was ended by SIGKILL"
     second.close()
     third = again(file, "it was upgraded")
     assert [each.body for each in third.earlier] == [each.body for each in second.earlier], "told once"
-    assert [mark.kind for mark in third.told(300, 5, 0)[1]][-2:] == [MarkKind.STOP, MarkKind.UPGRADE]
+    assert [mark.kind for mark in told(third, 300, 5, 0)[1]][-2:] == [MarkKind.STOP, MarkKind.UPGRADE]
 
 
 def test_the_last_records_are_kept_and_long_ones_are_whole(file: File) -> None:
@@ -151,7 +157,7 @@ def test_the_state_folder_is_for_one_daemon(tmp_path: Path) -> None:
     with pytest.raises(KvferryError, match="another daemon"):
         opened(tmp_path / "state")
     first.close()
-    assert opened(tmp_path / "state").told(300, MINUTE, 0)[0][0].done == 1
+    assert told(opened(tmp_path / "state"), 300, MINUTE, 0)[0][0].done == 1
     (tmp_path / "file").touch()
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "history")
@@ -171,6 +177,7 @@ def test_a_disk_that_fails_stops_nothing(file: File, monkeypatch: pytest.MonkeyP
     kept.began({"transfer_id": "a"})
     kept.over("a", b"{}")
     kept.ended(share(), "p")
+    kept.flush()
     kept.mark(MarkKind.DRAIN, "w" * 5000)
 
 
@@ -178,8 +185,8 @@ def used(kept: History) -> None:
     kept.ended(share(code="torn"), "p")
     kept.served("r", 1)
     kept.over("a", record("a").model_dump_json().encode())
-    kept.told(DAY, 300, 0, peers=True)
-    kept.told(300, 5, 0)
+    told(kept, DAY, 300, 0, peers=True)
+    told(kept, 300, 5, 0)
     kept.close()
 
 
@@ -190,6 +197,7 @@ def test_garbage_is_skipped(rng: random.Random, clock: Clock) -> None:
     for number in range(80):
         kept.ended(share(number, "torn" if number % 3 else ""), f"p{number}")
         kept.began({"transfer_id": f"{number}", "request_id": "r", "engine_id": "d", "state": "waiting"})
+    kept.flush()
     whole = os.pread(written.fileno(), kept.nbytes, 0)
     for _ in range(30):
         file = File(os.memfd_create("garbage"))
@@ -207,4 +215,4 @@ def test_another_layout_is_begun_anew(file: File) -> None:
     used(again(file))
     os.pwrite(file.fileno(), b"kvferry history 0\n", 0)
     kept = again(file)
-    assert (kept.earlier, kept.told(DAY, MINUTE, 0)[0]) == ((), [])
+    assert (kept.earlier, told(kept, DAY, MINUTE, 0)[0]) == ((), [])

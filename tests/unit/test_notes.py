@@ -61,3 +61,22 @@ async def test_a_note_that_breaks_keeps_no_other_from_being_written() -> None:
     notes.add(partial(written.append, 1))
     await until_written(notes)
     assert written == [1]
+
+
+async def test_what_notes_gather_is_written_a_moment_later_and_at_once_for_who_looks() -> None:
+    gathered, written, once = list[int](), list[int](), asyncio.Event()
+
+    def write() -> None:
+        written.extend(gathered)
+        gathered.clear()
+        once.set()
+
+    notes = Notes(lambda: False, write)
+    for number in range(3):
+        notes.add(partial(gathered.append, number))
+    async with asyncio.timeout(60):
+        await once.wait()
+    assert (gathered, written) == ([], [0, 1, 2])
+    notes.add(partial(gathered.append, 3))
+    notes.flush()
+    assert written[3:] == [3]

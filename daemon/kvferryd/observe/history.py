@@ -2,7 +2,8 @@
 death and drain. The keeper's file, or that of the state folder, hands it to the next daemon.
 
 `store` has the parts of the file. A record is written when its transfer begins and when it is over, so a transfer that
-a file has under way when a daemon opens it has died with the daemon before.
+a file has under way when a daemon opens it has died with the daemon before. Figures are gathered for a moment, until
+`flush`: a daemon that is killed loses those of that moment, and no record.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvferry.schemas import (
     TransferState,
 )
 from kvferryd.observe import logs
-from kvferryd.observe.store import Figures, Rows, Slots, add, quantiles
+from kvferryd.observe.store import Figures, Rows, Slots, add, empty, merge, quantiles
 
 log = logs.get(__name__)
 MAGIC = b"kvferry history 2\n"
@@ -85,6 +86,10 @@ class History:
         """Keyed by code; from 1."""
         self._at: dict[str, int] = {}
         """Numbers of records under way, by transfer."""
+        self._gathered: dict[str, list[int]] = {}
+        """Rows of figures that are still to be written, by peer."""
+        self._period = 0
+        """The five seconds to which they belong."""
         self._last = self._last_mark = 0
         self.earlier: tuple[Earlier, ...] = ()
         """Records of daemons before this one, the oldest first."""
@@ -133,6 +138,7 @@ class History:
     def close(self) -> None:
         """The daemon stops by itself. Idempotent."""
         if self._file.fileno() >= 0:
+            self.flush()
             self.mark(MarkKind.STOP)
             self._file.close()
 
@@ -142,7 +148,7 @@ class History:
         self, span_s: float, step_s: int, since: float, *, peers: bool = False
     ) -> tuple[list[HistoryPoint], list[HistoryMark], list[HistoryPeer]]:
         """(points, each of `step_s`, in which anything happened; marks; figures of each peer, if asked for) of the last
-        `span_s`, and no point that has ended before `since`. Any thread; raises OSError."""
+        `span_s`, and no point that has ended before `since`. Any thread, after a `flush`; raises OSError."""
         now = time.time()
         first = max(since // step_s * step_s, now - span_s)
         rows = (self._seconds if step_s < MINUTE_S else self._minutes).since(ALL, first, now)
@@ -213,6 +219,7 @@ class History:
         found = sorted((number, record) for _, number, data in self._records for record in _unpacked(data))
         self._last = found[-1][0] if found else 0
         self.earlier = tuple(self._earlier(found, because))
+        self.flush()
         self.mark(MarkKind.UPGRADE if because and last is MarkKind.STOP else MarkKind.START, because)
 
     def _earlier(self, found: Iterable[tuple[int, bytes]], because: str) -> Iterator[Earlier]:
@@ -235,18 +242,31 @@ class History:
             except ValidationError:
                 continue
 
-    def _count(self, peer: str, *, code: str = "", took_ms: float | None = None, **figures: int) -> None:
-        now = time.time()
-        lines = [(self._seconds, ALL), (self._minutes, ALL)]
-        if peer:
-            lines.append((self._minutes, self._line(peer, int(now) // MINUTE_S)))
-        number = self._number(code) if code else 0
+    def flush(self) -> None:
+        """Write the figures that were gathered."""
+        gathered, self._gathered = self._gathered, {}
+        if not gathered:
+            return
+        now, of_all = self._period * SECONDS_S, empty()
         try:
-            for rows, line in lines:
-                add(rows.row(line, now), figures, number, took_ms)
-                rows.write(line)
+            for peer, row in gathered.items():
+                merge(of_all, row)
+                if peer:
+                    self._minutes.add(self._line(peer, now // MINUTE_S), now, row)
+            for rows in (self._seconds, self._minutes):
+                rows.add(ALL, now, of_all)
         except OSError as error:
             self._fault(error)
+
+    def _count(self, peer: str, *, code: str = "", took_ms: float | None = None, **figures: int) -> None:
+        period = int(time.time()) // SECONDS_S
+        if period != self._period:
+            self.flush()
+            self._period = period
+        row = self._gathered.get(peer)
+        if row is None:
+            row = self._gathered[peer] = empty()
+        add(row, figures, self._number(code) if code else 0, took_ms)
 
     def _line(self, peer: str, minute: int) -> int:
         """The peer's line. The 65th peer of a day has that of the others."""

@@ -33,29 +33,46 @@ ROW = np.dtype([
 PACKED = struct.Struct(f"<IIIIQQ{2 * CODES}H{BUCKETS}H")
 """The same, of plain numbers: numpy would take ten times as long for one row."""
 PLACES = {"done": 1, "failed": 2, "aborted": 3, "read_bytes": 4, "served_bytes": 5}
-COUNTED, TOOK = 6, 6 + 2 * CODES
-"""Places of the first code and of the first bucket."""
-MOST = (1 << 16) - 1, (1 << 32) - 1, (1 << 64) - 1
-"""Counts of two, four and eight bytes stop there."""
+COUNTED, TOOK, ENTRIES = 6, 6 + 2 * CODES, 6 + 2 * CODES + BUCKETS
+"""Places of the first code and of the first bucket, and how many there are."""
+MOST = [(1 << 32) - 1] * 4 + [(1 << 64) - 1] * 2 + [(1 << 16) - 1] * (2 * CODES + BUCKETS)
+"""Counts stop there."""
 Figures = npt.NDArray[Any]
 """An array of ROW."""
+
+
+def empty() -> list[int]:
+    """A row of no period in which nothing is counted."""
+    return [0] * ENTRIES
 
 
 def add(row: list[int], figures: Mapping[str, int], code: int, took_ms: float | None) -> None:
     """figures: by name. code: the number of that of a failure; 0 for none."""
     for name, value in figures.items():
         if value:
-            place = PLACES[name]
-            row[place] = min(row[place] + value, MOST[1 if place < PLACES["read_bytes"] else 2])
+            row[PLACES[name]] += value
     if code:
-        for place in range(COUNTED, TOOK, 2):
-            if row[place] in (0, code):
-                row[place], row[place + 1] = code, min(row[place + 1] + 1, MOST[0])
-                break
+        _add_code(row, code, 1)
     if took_ms is not None:
         bucket = round(PER_DOUBLING * math.log2(max(took_ms, LEAST_MS) / LEAST_MS))
-        place = TOOK + min(bucket, BUCKETS - 1)
-        row[place] = min(row[place] + 1, MOST[0])
+        row[TOOK + min(bucket, BUCKETS - 1)] += 1
+
+
+def merge(row: list[int], more: list[int]) -> None:
+    """Add the figures of another row."""
+    for place, value in enumerate(more):
+        if value and not COUNTED <= place < TOOK:
+            row[place] = min(row[place] + value, MOST[place])
+    for place in range(COUNTED, TOOK, 2):
+        if more[place]:
+            _add_code(row, more[place], more[place + 1])
+
+
+def _add_code(row: list[int], code: int, times: int) -> None:
+    for place in range(COUNTED, TOOK, 2):
+        if row[place] in (0, code):
+            row[place], row[place + 1] = code, min(row[place + 1] + times, MOST[place + 1])
+            break
 
 
 def quantiles(took: npt.NDArray[np.uint64], share: float) -> list[float | None]:
@@ -100,19 +117,21 @@ class Rows:
         self._now: dict[int, list[int]] = {}
         """The row of each line that was written last."""
 
-    def row(self, line: int, now: float) -> list[int]:
-        """The row of this period, for adding to it; `write` follows. Raises OSError."""
+    def _row(self, line: int, now: float) -> list[int]:
+        """The row of this period, to which figures are added before it is written. Raises OSError."""
         number, row = int(now) // self.period_s, self._now.get(line)
         if row is None or row[0] != number:
             row = [*PACKED.unpack(_read(self._file, self._place(line, number), PACKED.size))]
             if row[0] != number:
-                row = [number] + [0] * (len(row) - 1)
+                row = empty()
+                row[0] = number
             self._now[line] = row
         return row
 
-    def write(self, line: int) -> None:
-        """Raises OSError."""
-        row = self._now[line]
+    def add(self, line: int, now: float, figures: list[int]) -> None:
+        """figures: a row, added to that of this period. Raises OSError."""
+        row = self._row(line, now)
+        merge(row, figures)
         os.pwrite(self._file.fileno(), PACKED.pack(*row), self._place(line, row[0]))
 
     def since(self, line: int, first_s: float, now: float) -> Figures:

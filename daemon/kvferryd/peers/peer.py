@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 
 from kvferry.manifest import Manifest
 from kvferry.protocol.peers import Peer
@@ -31,6 +32,8 @@ LATELY = 100
 
 PHASES = ("handshake", "lease", "publish", "fence", "pack", "moving", "verifying")
 """Phases of which a peer's times are kept: what was waited for at it, and what was done with it."""
+NO_TIME = dict.fromkeys(PHASES, 0.0)
+_spent = itemgetter(*PHASES)
 MINUTES = 5
 """The worst of a phase is that of the last so many."""
 
@@ -59,8 +62,8 @@ class Figures:
     """Keyed by minute of the monotonic clock: the most milliseconds of each of PHASES."""
 
     def add(self, phases_ms: dict[str, float]) -> None:
-        """A transfer has ended."""
-        spent, minute = tuple(phases_ms[name] for name in PHASES), int(time.monotonic() // 60)
+        """A transfer has ended. phases_ms: of any names; those of PHASES that it has not took no time."""
+        spent, minute = _spent(NO_TIME | phases_ms), int(time.monotonic() // 60)
         self.phases.append(spent)
         self.worst[minute] = tuple(map(max, self.worst.get(minute, spent), spent))
         if len(self.worst) > MINUTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.protocol.states import STEP
 from kvferry.schemas import Awaited, ErrorBody, RankTransfer, TransferRecord, TransferState, Wait
 from kvferryd.observe.waits import longest, sentence
 from kvferryd.transfers.transfer import Transfer
@@ -33,8 +34,9 @@ def share_of(transfer: Transfer) -> RankTransfer:
     )
 
 
-def record_of(transfer: Transfer) -> TransferRecord:
-    own = share_of(transfer)
+def record_of(transfer: Transfer, own: RankTransfer | None = None) -> TransferRecord:
+    """own: this rank's share as it stands, if it is at hand."""
+    own = own or share_of(transfer)
     ranks = sorted([own, *transfer.ranks.values()], key=lambda share: share.rank)
     slowest = min(ranks, key=_lead)
     waited = longest(slowest, own, transfer.course.created_at)
@@ -89,11 +91,11 @@ def began_of(transfer: Transfer) -> dict[str, object]:
     }
 
 
-def json_of(transfer: Transfer) -> bytes:
-    """The record as JSON. Kept until something changes: many may look at many records."""
+def json_of(transfer: Transfer, own: RankTransfer | None = None) -> bytes:
+    """The record as JSON; own: as of `record_of`. Kept until something changes: many may look at many records."""
     made_of = transfer.nbytes, transfer.waits_for, transfer.attempt, transfer.lease
     if transfer.encoded is None or transfer.encoded[0] != made_of:
-        transfer.encoded = made_of, record_of(transfer).model_dump_json().encode()
+        transfer.encoded = made_of, record_of(transfer, own).model_dump_json().encode()
     return transfer.encoded[1]
 
 
@@ -101,7 +103,7 @@ def _lead(share: RankTransfer) -> tuple[bool, int, bool, float]:
     """For comparing ranks. The least is the rank that the request waits for; after the end the slowest, or the first to
     fail by itself."""
     ended = share.state.ended
-    at = 0 if ended else list(TransferState).index(share.state)
+    at = 0 if ended else STEP[share.state]
     its_own = share.error is not None and share.error.code not in OF_ANOTHER
     took_ms = share.took_ms or 0.0
     return ended, at, not its_own, took_ms if its_own else -took_ms

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from kvferry.errors import KvferryError
 from kvferry.protocol import transfer_events as t
 from kvferry.protocol.attempts import Attempt
+from kvferry.protocol.states import STEP
 from kvferry.protocol.transfer import Progress
 from kvferry.protocol.transfer_events import LeaseId
 from kvferry.schemas import Awaited, RankTransfer, TransferState
@@ -20,7 +21,6 @@ from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.paths import Flight, PathName
 from kvferryd.paths.move import Waits
-from kvferryd.peers.peer import PHASES
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.work import Surroundings, Was, Work
 
@@ -214,7 +214,7 @@ class Transfer:
         for verdict in (TransferState.FAILED, TransferState.ABORTED):
             if verdict in states:
                 return verdict
-        return min(states, key=list(TransferState).index)
+        return min(states, key=STEP.__getitem__)
 
     @property
     def quarantined_nbytes(self) -> int:
@@ -252,8 +252,8 @@ class Transfer:
             contact = source.channel.contact
             figures = source.figures
             figures.bytes_read += nbytes
-            waited = {wait.what.value: wait.ms for wait in share.waits if wait.on == source.address}
-            figures.add({name: waited.get(name, phases_ms.get(name, 0.0)) for name in PHASES})
+            waited = {str(wait.what): wait.ms for wait in share.waits if wait.on == source.address}
+            figures.add(phases_ms | waited)
             if self.state is TransferState.DONE:
                 contact.answered()
                 figures.transfers += 1

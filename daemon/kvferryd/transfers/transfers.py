@@ -15,7 +15,7 @@ from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.protocol import requests_events as e
 from kvferry.protocol.attempts import Attempt, Limits, ReadingRank, draining, engine_gone
 from kvferry.protocol.requests import Requests
-from kvferry.schemas import TransferState
+from kvferry.schemas import RankTransfer, TransferState
 from kvferryd.aio import Notes, Tasks, carry_out
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -99,12 +99,9 @@ class Transfers(Book):
         if not transfer.over_number:
             self._history.began(began_of(transfer))
 
-    def _is_over(self, transfer: Transfer) -> None:
-        self.over(transfer)
-        self._notes.add(functools.partial(self._note_over, transfer))
-
-    def _note_over(self, transfer: Transfer) -> None:
-        self._history.over(transfer.transfer_id, json_of(transfer))
+    def _note_over(self, transfer: Transfer, share: RankTransfer | None = None) -> None:
+        """share: its own, if it is at hand."""
+        self._history.over(transfer.transfer_id, json_of(transfer, share))
 
     def _do(self, effect: e.Effect) -> None:
         match effect:
@@ -264,11 +261,12 @@ class Transfers(Book):
 
     def _on_end(self, transfer: Transfer, read: list[Was]) -> None:
         if over := transfer.over:
-            self._is_over(transfer)
+            self.over(transfer)
         self._on(e.Ended(transfer.part, transfer.problem, over))
-        self._notes.add(functools.partial(self._note_end, transfer, read))
+        self._notes.add(functools.partial(self._note_end, transfer, read, over))
 
-    def _note_end(self, transfer: Transfer, read: list[Was]) -> None:
+    def _note_end(self, transfer: Transfer, read: list[Was], over: bool) -> None:
+        """over: on all ranks."""
         share = share_of(transfer)
         transfer.tell_sources(share, read)
         source = transfer.order.engine_id if transfer.order else ""
@@ -304,10 +302,13 @@ class Transfers(Book):
                 source=source, took_ms=round(took_ms, 1), why_slow=why_slow(transfer, waited, share.rank),
                 left_out=left_out, **transfer.trace.about,
             )  # fmt: skip
+        if over:
+            self._note_over(transfer, share)
 
     def _on_over(self, transfer: Transfer) -> None:
         if not transfer.over_number:
-            self._is_over(transfer)
+            self.over(transfer)
+            self._notes.add(functools.partial(self._note_over, transfer))
             self._on(e.Over(transfer.part))
 
     def _on_quiet(self, transfer: Transfer) -> None:
