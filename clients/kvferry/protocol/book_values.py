@@ -82,8 +82,12 @@ def in_part(leases: Mapping[tuple[str, int], Lease], waiting: Iterable[Call], se
     """Requests of which more follows what was published, or is to be, or may have been. settling: nobody knows."""
     more = {request_id: lease.more for (request_id, _), lease in leases.items()}
     more |= {of.request_id: of.said.more for of in waiting if isinstance(of.said, e.Publish)}
-    doubtful = {of.request_id for of in settling if isinstance(of.said, e.Publish) and of.said.more}
-    return doubtful | {request_id for request_id, follows in more.items() if follows}
+    return {of.request_id for of in settling if _more(of)} | {name for name, follows in more.items() if follows}
+
+
+def _more(publish: Call) -> bool:
+    assert isinstance(publish.said, e.Publish)
+    return publish.said.more
 
 
 def registering() -> KvferryError:

@@ -137,7 +137,6 @@ class Leases:
 
     def _queue(self, lease: Lease, event: e.Publish, now: float) -> Effects:
         lease.queue(event.said, event.fence, now)
-        self._alarms.set(lease.request_id, lease.expires_at)
         return self._show(lease, now)
 
     def _fence_over(self, event: e.FenceOver, now: float) -> Effects:

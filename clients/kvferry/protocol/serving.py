@@ -161,12 +161,10 @@ class Serving:
 
     def _leave(self, left: e.Leave, now: float) -> Effects:
         opened = self._opened.pop(left.reading.number, None)
-        if opened is not None:
-            ended = _ended(opened)
-            return ended + self._leases.close(left, self.who, opened.asked, now, opened.packed_at)
-        if left.complete and not left.reading.number:
+        if opened is None:
             return self._leases.close(left, self.who, left, now, None)
-        return []
+        ended = _ended(opened)
+        return ended + self._leases.close(left, self.who, opened.asked, now, opened.packed_at)
 
     def check(self) -> None:
         for number, opened in self._opened.items():
