@@ -158,7 +158,7 @@ class World:
                     raise Violation("one place is asked twice at once", f"{place}")
                 waiting = [each for each in self.callers.values() if each.state == "waits" and each.place == place]
                 owner = self.owners.get(engine_id)
-                renewed = owner is not None and not owner.presumed
+                renewed = owner is not None and not (owner.presumed or owner.passed)
                 ordered = any(each.wanted.ordered or (each.renews and renewed) for each in waiting)
                 self.tell(f"handshake {number}: asks for {engine_id} at {address}")
                 self.shakings[number] = Shaking(
@@ -485,9 +485,12 @@ class World:
             case "memory gone" if known:
                 self._forget(rng.choice(known).number)
             case "forget":
+                owner = self.owners.get(source.engine_id)
                 self._unbind(source.engine_id)
                 if (peer := self.peers.known(source.engine_id)) is not None:
                     self._forget(peer.number)
+                if owner is not None and rng.random() < 0.3:  # a daemon there says so late
+                    self.feed(e.Over(source.engine_id, owner.home))
             case "give up":
                 waiting = [each for each in self.callers.values() if each.state == "waits"]
                 if waiting:

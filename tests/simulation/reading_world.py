@@ -314,7 +314,7 @@ class World(source_world.World):
         """Words come in what takes longer, or waits."""
         match part.machine.do:
             case t.Meet():
-                return 0.9 if part.machine.readings else 0.3
+                return 0.9 if part.links else 0.3
             case t.Compare() | t.Drain():
                 return 0.8
             case t.Prove():
@@ -329,6 +329,8 @@ class World(source_world.World):
             self.stop(part, Conflict("aborted", "meanwhile"))
         elif part.machine.readings and self.rng.random() < 0.5:
             self.told(part, self._stale(part))
+        elif part.links and isinstance(part.machine.do, t.Meet):  # a word of the streams before
+            self.told(part, t.Told(self.rng.choice(part.read), r.Over(1, _lost())))
         else:
             self._lead(part)
 

@@ -35,7 +35,8 @@ BLOCKS, LIMIT, JUNK = 10, 4, -1
 TTL_S, DEADLINE_S = 20.0, 30.0
 NAMES = ("r", "s")
 BLOWS = ("break", "break", "revoke", "give up", "give up", "refuse", "time", "time", "time", "crash", "reader dies",
-         "fence fails", "leave", "weights", "copies hang", "a copy fails", "slots are taken")  # fmt: skip
+         "fence fails", "leave", "weights", "copies hang", "a copy fails", "slots are taken",
+         "anew", "anew", "anew")  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -288,7 +289,7 @@ class World:
         self.prefills.append(prefill)
         return prefill
 
-    def advance(self, prefill: Prefill, at: SourceRank) -> bool:
+    def advance(self, prefill: Prefill, at: SourceRank, *, fenced: bool = False) -> bool:
         """The next publish of one rank."""
         done = prefill.published[at.index]
         if at.index not in prefill.ranks or done == len(prefill.parts):
@@ -296,7 +297,7 @@ class World:
         prefill.published[at.index] += 1
         blocks = prefill.ranks[at.index][: sum(prefill.parts[: done + 1])]
         more = done + 1 < len(prefill.parts)
-        fence = next(self.fences) if self.rng.random() < 0.3 else None
+        fence = next(self.fences) if fenced or self.rng.random() < 0.3 else None
         if not self.at_rest and self.rng.random() < 0.02:
             self.refuse(prefill, at)
             return True
@@ -637,6 +638,8 @@ class World:
                 rng.choice(copies).fails = True
             case "slots are taken":
                 at.arena.take()
+            case "anew" if names := [name for each in at.links.values() for name in each.announced]:
+                self._anew(rng.choice(names))
             case "weights" if rng.random() < 0.2:
                 self.weights = f"w{self.steps}"
                 for each in self.sources:
@@ -648,6 +651,15 @@ class World:
         """Engines read by an announcement of what is not there any more."""
         for engine in self.engines:
             self.receive(engine, name, lease=0).staged = True
+
+    def _anew(self, name: str) -> None:
+        """What was announced is over, and the next lease of its request waits for its fence."""
+        for at in self.sources:
+            self._revoke(at, name)
+        prefill = self.publish(name, anew=True)
+        for at in self.sources if prefill is not None else ():
+            self.advance(prefill, at, fenced=True)
+        self._come_late(name)
 
     def _break(self, link: Link) -> None:
         link.broken = True
