@@ -112,6 +112,8 @@ class World:
             case e.Stays(number, _):
                 if not any(each.does is Does.SERVE for each in self.processes.values()) and not self._unheard():
                     raise Violation("nothing that serves stays")
+                if not self.stops and all(wish >= number for wish in self.wishes):
+                    raise Violation("a wish is answered that nobody has")
                 self.wishes = [wish for wish in self.wishes if wish >= number]
                 self.ends["answered"] += 1
             case e.End(status):

@@ -1,5 +1,5 @@
-"""Mutants of the protocol: one small change of a machine each, which known seeds of the simulated worlds have to find,
-or the unit tests of the machines.
+"""Mutants of the protocol: one small change of a machine each, which rules of the machines have to find, known seeds
+of the simulated worlds, or the unit tests of the machines.
 
 `make mutants` draws 300 by a seed and lists those that survive. A survivor is an oracle that is missing, code that
 nothing needs, or a change that changes nothing.
@@ -23,17 +23,21 @@ from pathlib import Path
 from types import FrameType
 
 import numpy  # noqa: F401  loaded once, before each mutant's process is made
+import pytest
 
 PACKAGE = "kvferry.protocol"
 SILENT = {"check", "sizes", "__str__", "__repr__"}
 """Methods that the worlds call, or people read."""
 CPU_S = 10.0
 """A run that takes longer hangs."""
+TESTS = Path(__file__).parents[1]
+RULES = "test_machine_rules", "test_rules_between_daemons", "test_attempt_rules"
+"""Rules of the machines themselves, by events: a second for all."""
 UNIT = (
-    "attempt_rules", "bounds_of_all", "chunk_stream", "fences", "gather", "lease",
-    "machine_rules", "requests", "retired_by_halves", "roster_joinings", "served_stream", "states",
+    "bounds_of_all", "chunk_stream", "fences", "gather", "lease", "requests", "retired_by_halves", "roster_joinings",
+    "served_stream", "states",
 )  # fmt: skip
-"""Tests of the machines themselves, which those play that the worlds do not find."""
+"""Other tests of the machines, which those play that neither rules nor worlds find."""
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
     ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
@@ -162,12 +166,22 @@ def used(seeds: int) -> dict[str, set[str]]:
     return modules
 
 
+def broken() -> str:
+    """The first rule that does not hold; empty if all do."""
+    for module in map(importlib.import_module, RULES):
+        for name, rule in vars(module).items():
+            if name.startswith("test_"):
+                try:
+                    rule()
+                except (Exception, pytest.fail.Exception):  # noqa: BLE001  a machine that breaks is found, too
+                    return name
+    return ""
+
+
 def failing() -> str:
     """The first unit test that fails; empty if none does."""
-    import pytest
-
-    tests, said = Path(__file__).parents[1], io.StringIO()
-    files = [str(next(tests.glob(f"*/test_{name}.py"))) for name in UNIT]
+    said = io.StringIO()
+    files = [str(next(TESTS.glob(f"*/test_{name}.py"))) for name in UNIT]
     with contextlib.redirect_stdout(said):
         failed = pytest.main(["-qx", "-p", "no:cacheprovider", *files])
     return (
@@ -183,6 +197,9 @@ def fate(job: tuple[Mutant, list[str], int]) -> str:
     signal.signal(signal.SIGVTALRM, hang)
     try:
         replaced(module, number)
+        signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
+        if rule := broken():
+            return rule
         from simulate import Found, played
 
         for seed in range(seeds):
@@ -212,6 +229,7 @@ def main() -> int:
     assert package is not None
     assert package.origin is not None
     found = Counter[bool]()
+    sys.path.append(str(TESTS / "unit"))
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         runs = pool.apply(used, (2,))
         paths = sorted(Path(package.origin).parent.glob(f"{asked.only or '*'}.py"))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from by_events import ANOTHER, READER, ByEvents
+from requests_world import Order
 
 from kvferry.errors import Conflict, Full, KvferryError, PeerFailed
 from kvferry.protocol import book_events as be
@@ -13,9 +17,10 @@ from kvferry.protocol import leader_events as le
 from kvferry.protocol import packing_events as pk
 from kvferry.protocol import peers_events as pe
 from kvferry.protocol import reading as rd
+from kvferry.protocol import requests_events as re
 from kvferry.protocol import roster_events as ro
 from kvferry.protocol import session_events as se
-from kvferry.protocol.attempts import Attempt, ReadingRank
+from kvferry.protocol.attempts import Attempt, Limits, ReadingRank
 from kvferry.protocol.book import Book
 from kvferry.protocol.keeper import Keeper
 from kvferry.protocol.kept import Alarms
@@ -27,7 +32,9 @@ from kvferry.protocol.peers import NAMES, Peers
 from kvferry.protocol.peers_homes import Homes
 from kvferry.protocol.peers_wanted import AT_ONCE, BACK_S, GONE_S, HAD, Wanted
 from kvferry.protocol.reading import Computed, Following
+from kvferry.protocol.requests import Requests
 from kvferry.protocol.roster import Rank, Rosters
+from kvferry.protocol.serving import ANNOUNCEMENTS
 from kvferry.protocol.session import Memory, Session, State
 from kvferry.protocol.sessions import Sessions
 from kvferry.protocol.states import LeaseState
@@ -555,7 +562,7 @@ def test_a_lease_that_has_ended_says_when() -> None:
     assert source.account().ended_at is None
     source.wait(5.0)
     source.revoke()
-    assert source.account().ended_at == 5.0
+    assert (source.account().ended_at, source.account().expires_in_s) == (5.0, None)
 
 
 def test_a_rank_that_finishes_ends_no_reading_of_its_own() -> None:
@@ -644,3 +651,918 @@ def test_what_is_published_in_part_goes_on_when_the_same_weights_are_named() -> 
     with pytest.raises(Conflict) as refused:
         book.on(be.Publish("third", "lease", "r"))
     assert refused.value.code == "mixed_weights"
+
+
+def test_a_refusal_ends_the_order_that_waits_for_its_reservation() -> None:
+    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
+    requests.on(re.Ordered(at, "r", Order(), number=1))
+    assert re.Stop(1, True, SILENT) in requests.on(re.Unfit(at, "r", Attempt(1), SILENT))
+
+
+def test_orders_that_bring_tables_need_leave() -> None:
+    requests = Requests("one", Limits(transfers=4, history=2, tables=False))
+    at, reservation = ReadingRank("decode", "1", 0, 1), re.Reservation("so", {"full": np.array([1])})
+    with pytest.raises(KvferryError) as refused:
+        requests.on(re.Ordered(at, "r", Order(), brought={0: "so"}, reservation=reservation))
+    handed = requests.on(re.Handed(at, "s", Attempt(1), Order(), reservation))[-1]
+    assert isinstance(handed, re.Refused)
+    assert refused.value.code == handed.why.code == "tables_not_allowed"
+
+
+def test_a_publish_that_comes_after_the_end_of_its_lease_begins_another() -> None:
+    book = Book()
+    (first,) = book.on(be.Publish("first", "lease", "r", more=True))
+    (second,) = book.on(be.Publish("second", "lease", "r", more=True))
+    assert isinstance(first, be.Send) and isinstance(second, be.Send)
+    book.on(be.Answered(first.id))
+    book.on(be.LeaseOver("r", 1, "expired"))
+    (again,) = book.on(be.Answered(second.id, Conflict("lease_ended", "it is over")))
+    assert isinstance(again, be.Send)
+    assert (again.call, again.number) == ("second", 2)
+
+
+def test_other_ranks_are_told_once_that_an_attempt_is_given_up() -> None:
+    leader, at = Leader(), ReadingRank("decode", "1", 0, 1)
+    leader.on(le.Lead(1, at, "r", Attempt(1), (1,), 60.0), 0.0)
+    leader.on(le.Whole(1, {1: "i"}), 0.0)
+    assert [len(leader.on(le.GaveUp(1, "failed", failed=True), 0.0)) for _ in range(2)] == [1, 0]
+
+
+def test_one_timer_looks_after_a_reader_that_holds_slots() -> None:
+    source = ByEvents()
+    source.publish()
+    reader = source.reader()
+    reading = Reading(reader.stream, reader.opens())
+    source.on(e.Pack(reading, 1, 2, True, None))
+    packing = source.source.packing(pk.At(reading, 1))
+    assert packing is not None
+    packing.on(pk.WasCut(packing.at), 0.0)
+    packing.on(pk.Want(packing.at, (0, 1)), 0.0)
+    said = [each for chunk in (0, 1) for each in packing.on(pk.Gathered(packing.at, chunk), 0.0)]
+    assert said.count(pk.SetIdle(packing.at, IDLE_S)) == 1
+
+
+def test_an_engine_that_has_gone_ends_its_leases_and_those_of_its_own_memory_at_once() -> None:
+    for memory in (Memory.DAEMONS, Memory.ENGINES):
+        one = Session("one", se.Rank("e", "1", 0, 1), memory)
+        detached, ends = one.part("its engine is dead")
+        assert detached == se.Detach("one", "its engine is dead")
+        assert isinstance(ends, se.EndLeases)
+        assert ends.keep_whole is (memory is Memory.DAEMONS)
+
+
+# ---- orders and reservations ----
+
+RANK_0, RANK_1 = ReadingRank("decode", "1", 0, 1), ReadingRank("decode", "1", 1, 1)
+
+
+def blocks(*ids: int) -> re.Reservation:
+    return re.Reservation("so", {"full": np.array(ids, dtype=np.int64)})
+
+
+def requests_of(*events: re.Event, transfers: int = 4, history: int = 2) -> Requests:
+    it = Requests("one", Limits(transfers=transfers, history=history))
+    for event in events:
+        it.on(event)
+        it.check()
+    return it
+
+
+def reserved(number: int = 1, at: ReadingRank = RANK_0, *ids: int, order: Order | None = None) -> re.Reserved:
+    return re.Reserved(at, "r", Attempt(number), blocks(*(ids or (number,))), order)
+
+
+def codes(effects: list[re.Effect]) -> list[str]:
+    """Of refusals and stops."""
+    return [each.why.code for each in effects if isinstance(each, re.Refused | re.Stop)]
+
+
+def test_an_abort_ends_what_is_under_way_and_what_waits_and_tells_other_ranks_of_what_has_ended() -> None:
+    it = requests_of(reserved(), re.Ordered(RANK_0, "r", Order(), number=2), re.Ordered(RANK_0, "s", Order()))
+    stops = it.on(re.Abort(RANK_0, "r", "enough"))
+    assert [(each.part, each.failed, each.why.code) for each in stops if isinstance(each, re.Stop)] == [
+        (1, False, "aborted"), (2, False, "aborted")
+    ]  # fmt: skip
+    assert it.on(re.Abort(RANK_0, "r", "again")) == []
+    it.on(re.Ended(1, SILENT))
+    assert it.on(re.AbortPart(1, "all ranks")) == [re.TellEnded(1)]
+    it.on(re.Over(1))
+    assert it.on(re.AbortPart(1, "all ranks")) == it.on(re.AbortPart(99, "unknown")) == []
+    (stop,) = it.on(re.AbortPart(3, "enough"))
+    assert isinstance(stop, re.Stop) and not stop.failed
+
+
+def test_a_reservation_does_not_join_an_order_that_is_about_to_end() -> None:
+    it = requests_of(re.Ordered(RANK_0, "r", Order()), re.Abort(RANK_0, "r", "enough"))
+    assert it.on(reserved())[-1] == re.Taken(2)
+
+
+def test_an_order_joins_no_attempt_that_is_about_to_end() -> None:
+    it = requests_of(reserved(), re.AbortPart(1, "enough"))
+    with pytest.raises(KvferryError, match="has ended already"):
+        it.on(re.Ordered(RANK_0, "r", Order(), number=1))
+    assert it.on(re.Ordered(RANK_0, "r", Order()))[-1] == re.Taken(2), "it waits for the next"
+    assert codes(it.on(reserved())) == ["aborted"]
+    assert codes(it.on(re.Handed(RANK_0, "r", Attempt(1), Order()))) == ["aborted"]
+
+
+def test_a_higher_attempt_takes_the_place_of_lower_ones_and_of_orders_for_them() -> None:
+    it = requests_of(reserved(), re.Ordered(RANK_0, "r", Order(), number=2), re.Ordered(RANK_0, "r", Order(), number=4))
+    effects = it.on(reserved(3))
+    assert sorted((each.part, each.why.code) for each in effects if isinstance(each, re.Stop)) == [
+        (1, "superseded"), (2, "superseded")
+    ]  # fmt: skip
+    assert codes(it.on(reserved(2))) == ["stale_attempt"]
+    assert it.on(reserved(3))[-1] == re.Taken(4)
+
+
+def test_an_order_of_rank_0_ends_orders_that_wait_for_lower_attempts_and_is_no_lower_one() -> None:
+    handed = [re.Handed(RANK_1, "r", Attempt(number), Order()) for number in (2, 3)]
+    it = requests_of(handed[0])
+    effects = it.on(handed[1])
+    assert codes(effects) == ["superseded"]
+    assert codes(it.on(re.Handed(RANK_1, "r", Attempt(1), Order()))) == ["stale_attempt"]
+
+
+def test_rank_0_alone_hands_an_order_on_and_once() -> None:
+    for at, led in ((RANK_0, 1), (RANK_1, 0)):
+        it, order = requests_of(), Order()
+        said = [each for _ in range(2) for each in it.on(reserved(1, at, order=order))]
+        assert said.count(re.HandOn(1, {})) == led
+
+
+def test_an_order_that_rank_0_hands_on_comes_to_a_rank_that_has_its_own() -> None:
+    it = requests_of(reserved(1, RANK_1, order=Order()))
+    assert it.on(re.Handed(RANK_1, "r", Attempt(1), Order(lease=3))) == [
+        re.Follow(1, Order(lease=3)), re.Taken(1, new=False)
+    ]  # fmt: skip
+    assert codes(it.on(re.Handed(RANK_1, "r", Attempt(1), Order(), re.Reservation("else", {})))) == [
+        "receive_conflict", "receive_conflict"
+    ]  # fmt: skip
+    it = requests_of(reserved(1, RANK_1, order=Order(lease=3)))
+    assert codes(it.on(re.Handed(RANK_1, "r", Attempt(1), Order())))[-1] == "order_conflict", "rank 0 may read another"
+
+
+def test_a_reservation_that_rank_0_brings_is_claimed() -> None:
+    it = requests_of(re.Handed(RANK_1, "r", Attempt(1, "one"), Order(), blocks(1, 2)))
+    assert codes(it.on(re.Reserved(RANK_1, "s", Attempt(1), blocks(2))))[-1] == "blocks_not_quiet"
+    it.on(re.Ended(1, SILENT, over=True))
+    assert codes(it.on(re.Reserved(RANK_1, "s", Attempt(2), blocks(2))))[-1] == "blocks_not_quiet"
+    it.on(re.Quiet(1))
+    assert it.on(re.Reserved(RANK_1, "s", Attempt(3), blocks(2)))[-1] == re.Taken(2)
+
+
+def test_what_has_ended_on_another_rank_ends_here_or_does_not_begin() -> None:
+    for failed, code in ((True, "rank_failed"), (False, "aborted")):
+        elsewhere = re.EndedElsewhere(RANK_0, "r", Attempt(1), failed, "full")
+        it = requests_of(reserved())
+        (stop,) = it.on(elsewhere)
+        assert isinstance(stop, re.Stop)
+        assert (stop.part, stop.failed, stop.why.code) == (1, failed, code)
+        it.on(re.Ended(1, SILENT))
+        assert it.on(elsewhere) == []
+        it = requests_of(elsewhere)
+        assert codes(it.on(reserved())) == [code]
+        assert it.on(elsewhere) == []
+        assert it.on(reserved(2))[-1] == re.Taken(1)
+
+
+def test_what_is_refused_is_told_to_other_ranks_by_rank_0_and_what_comes_later_has_missed_it() -> None:
+    for at in (RANK_0, RANK_1):
+        it = requests_of()
+        told = [each for each in it.on(re.Unfit(at, "r", Attempt(1), SILENT)) if isinstance(each, re.TellRefused)]
+        assert told == ([re.TellRefused(at, "r", Attempt(1), SILENT)] if at is RANK_0 else [])
+        assert codes(it.on(reserved(1, at))) == [SILENT.code]
+        assert it.on(re.Unfit(at, "r", Attempt(1), SILENT)) == []
+    it = requests_of(reserved())
+    assert it.on(re.Unfit(RANK_0, "r", Attempt(1), SILENT)) == [], "it has begun"
+
+
+def test_an_order_that_waited_and_has_ended_is_missed_by_its_reservation() -> None:
+    it = requests_of(re.Handed(RANK_1, "r", Attempt(1), Order()))
+    assert it.on(re.Ended(1, SILENT, over=True)) == [re.Appeared("r"), re.TellEnded(1)]
+    assert codes(it.on(reserved(1, RANK_1))) == [SILENT.code]
+
+
+def test_another_daemon_of_rank_0_ends_what_the_one_before_has_handed_on() -> None:
+    it = requests_of(
+        re.Handed(RANK_1, "r", Attempt(1), Order(leader="i1")), re.Handed(RANK_1, "s", Attempt(1), Order(leader="i2")),
+        re.Reserved(RANK_1, "t", Attempt(1), blocks(1), Order()),
+    )  # fmt: skip
+    (stop,) = it.on(re.Led(RANK_1, "i2"))
+    assert isinstance(stop, re.Stop)
+    assert (stop.part, stop.failed, stop.why.code) == (1, True, "rank_failed")
+
+
+def test_other_weights_end_what_was_reserved_for_those_before() -> None:
+    it = requests_of(
+        re.Reserved(RANK_0, "r", Attempt(1), re.Reservation("so", {}, "v1")),
+        re.Reserved(RANK_0, "s", Attempt(1), re.Reservation("so", {}, "v2")),
+        re.Ordered(RANK_0, "t", Order()),
+    )
+    assert [(each.part, each.failed, each.why.code) for each in it.on(re.ReplaceWeights(RANK_0, "v2"))
+            if isinstance(each, re.Stop)] == [(1, True, "other_weights")]  # fmt: skip
+
+
+def test_the_end_of_an_engine_ends_what_it_has_and_nothing_of_its_next_life() -> None:
+    it = requests_of(reserved(), re.Reserved(replace(RANK_0, epoch="2", life=2), "r", Attempt(1), blocks(1)))
+    assert [each.part for each in it.on(re.Shut(RANK_0, SILENT)) if isinstance(each, re.Stop)] == [1]
+
+
+def test_a_drain_hands_back_orders_that_nobody_has_reserved_for() -> None:
+    it = requests_of(re.Ordered(RANK_0, "r", Order()))
+    (stop,) = it.on(re.HandBack(RANK_0, SILENT))
+    assert stop == re.Stop(1, True, SILENT)
+
+
+def test_records_are_forgotten_when_more_have_ended_and_nothing_of_them_goes_on() -> None:
+    it = requests_of(*(re.Reserved(RANK_0, f"r{number}", Attempt(1), blocks(number)) for number in range(4)))
+    for part in (1, 2, 3):
+        assert it.on(re.Ended(part)) == []
+    assert it.on(re.Quiet(1)) == [re.OneFewer()]
+    assert it.on(re.Over(1)) == [re.Forgotten(1)]
+    it.on(re.Over(2))
+    it.on(re.Quiet(2))
+    assert it.on(re.Ended(4, SILENT, over=True)) == [re.TellEnded(4), re.Forgotten(2)]
+    assert codes(it.on(re.Reserved(RANK_0, "r1", Attempt(1), blocks(1)))) == ["order_conflict"], "it is not begun again"
+
+
+def test_a_part_is_found_by_its_attempt() -> None:
+    it = requests_of(reserved(2))
+    key = RANK_0.key("r")
+    assert (it.find(key, Attempt(2)), it.find(key, Attempt(3)), it.find(RANK_0.key("s"), Attempt(1))) == (1, None, None)
+    for attempt, code in ((Attempt(1), "stale_attempt"), (Attempt(1, "one"), "order_conflict")):
+        with pytest.raises(KvferryError) as over:
+            it.find(key, attempt)
+        assert over.value.code == code
+
+
+def test_orders_that_bring_tables_are_counted_and_are_a_kind_of_their_own() -> None:
+    it = requests_of()
+    brings = re.Ordered(RANK_0, "r", Order(), brought={0: "so"}, reservation=blocks(1))
+    begin, *_ = it.on(brings)
+    assert isinstance(begin, re.Begin)
+    assert begin.attempt == Attempt(1, "one")
+    assert it.on(brings) == [re.Taken(1, new=False)]
+    for other, code in (
+        (replace(brings, brought={0: "else"}), "order_conflict"),
+        (replace(brings, number=1), "order_conflict"),
+    ):
+        with pytest.raises(KvferryError) as refused:
+            it.on(other)
+        assert refused.value.code == code
+    assert codes(it.on(reserved())) == ["order_conflict"]
+    it.on(re.Ended(1, SILENT, over=True))
+    begin = next(each for each in it.on(replace(brings, reservation=blocks(2))) if isinstance(each, re.Begin))
+    assert begin.attempt == Attempt(2, "one")
+    assert codes(it.on(reserved())) == ["order_conflict"], "it is no lower attempt"
+
+
+def test_a_daemon_has_room_for_so_many_parts_that_have_not_ended() -> None:
+    it = requests_of(reserved(), transfers=1)
+    for event in (re.Reserved(RANK_0, "s", Attempt(1), blocks(2)), re.Handed(RANK_0, "t", Attempt(1), Order())):
+        assert codes(it.on(event))[-1] == "full"
+    for order in (re.Ordered(RANK_0, "u", Order()), re.Ordered(RANK_0, "v", Order(), closed=SILENT)):
+        with pytest.raises(KvferryError) as refused:
+            it.on(order)
+        assert refused.value.code == ("full" if order.closed is None else SILENT.code)
+    it.on(re.Ended(1, SILENT))
+    assert it.on(re.Ordered(RANK_0, "u", Order()))[-1] == re.Taken(2)
+
+
+def test_blocks_are_free_when_their_engine_is_gone_and_nothing_writes_them() -> None:
+    it = requests_of(reserved(), re.Shut(RANK_0, SILENT), re.Left(RANK_0))
+    assert (it.sizes()["claimed groups"], it.sizes()["lives gone"]) == (1, 1)
+    it.on(re.Ended(1, SILENT, over=True))
+    it.on(re.Quiet(1))
+    assert (it.sizes()["claimed groups"], it.sizes()["lives gone"], it.sizes()["claims"]) == (0, 0, 0)
+    it = requests_of(reserved(), re.Ended(1), re.Quiet(1))
+    assert it.sizes()["claimed groups"] == 1
+    it.on(re.Left(replace(RANK_0, life=2)))
+    assert it.sizes()["claimed groups"] == 1
+    it.on(re.Left(RANK_0))
+    assert it.sizes()["claimed groups"] == 0
+
+
+# ---- an engine's book ----
+
+
+def sends(book: Book, said: be.Said) -> int:
+    (sent,) = book.on(said)
+    assert isinstance(sent, be.Send)
+    book.check()
+    return sent.id
+
+
+def test_what_is_said_while_the_cache_is_described_is_sent_in_its_order_but_for_aborts() -> None:
+    book = Book()
+    book.on(be.Register())
+    for said in (be.Publish("publish", "lease", "r"), be.Receive("receive", "s"), be.ReplaceWeights("replace", "v2")):
+        assert book.on(said) == []
+    sends(book, be.Probe("probe"))
+    sends(book, be.Abort("abort", "t"))
+    (refused,) = book.on(be.Leave("receive"))
+    assert isinstance(refused, be.Refused)
+    assert refused.why.code == "deadline"
+    assert book.on(be.Leave("replace")) == [], "the name goes out anyway"
+    assert [each.call for each in book.on(be.Registered()) if isinstance(each, be.Send)] == ["publish", "replace"]
+    sends(book, be.Publish("at once", "lease", "u"))
+
+
+def test_what_waits_to_be_published_in_part_is_cut_by_other_weights_too() -> None:
+    book = Book()
+    book.on(be.Register())
+    for name, more in (("part", True), ("whole", False)):
+        book.on(be.Publish(name, "lease", name, more=more))
+    book.on(be.Receive("receive", "r"))
+    book.on(be.ReplaceWeights("replace", "v2"))
+    assert book.on(be.Publish("whole again", "lease", "whole")) == []
+    with pytest.raises(KvferryError, match="before the weights were replaced"):
+        book.on(be.Publish("part again", "lease", "part"))
+
+
+def test_an_abort_refuses_what_waits_and_nothing_of_other_requests() -> None:
+    book = Book()
+    book.on(be.Register())
+    for name in "rs":
+        book.on(be.Publish(name, "lease", name))
+    refused, sent = book.on(be.Abort("abort", "r"))
+    assert isinstance(refused, be.Refused) and isinstance(sent, be.Send)
+    assert (refused.call, refused.why.code) == ("r", "aborted")
+
+
+def test_a_call_is_answered_once() -> None:
+    for said in (
+        be.Publish("call", "lease", "r"),
+        be.Abort("call", "r"),
+        be.ReplaceWeights("call", "v2"),
+        be.Probe("call"),
+    ):
+        for problem in (None, SILENT):
+            book = Book()
+            id = sends(book, said)
+            assert book.on(be.Answered(id + 1)) == []
+            assert book.on(be.Answered(id, problem)) == [
+                be.Taken("call") if problem is None else be.Refused("call", SILENT)
+            ]
+            assert book.on(be.Answered(id)) == []
+
+
+def test_a_lease_is_told_one_end() -> None:
+    book = Book()
+    book.on(be.Answered(sends(book, be.Publish("call", "lease", "r"))))
+    assert book.on(be.LeaseOver("r", 2, "expired")) == []
+    assert book.on(be.LeaseOver("r", 1, "expired")) == [be.LeaseEnded("lease", "expired")]
+    assert book.on(be.LeaseOver("r", 1, "expired")) == []
+
+
+def test_a_publish_that_is_refused_has_no_lease_unless_another_of_it_was_taken() -> None:
+    for taken in (False, True):
+        book = Book()
+        if taken:
+            book.on(be.Answered(sends(book, be.Publish("first", "lease", "r", more=True))))
+        book.on(be.Answered(sends(book, be.Publish("second", "lease", "r")), SILENT))
+        assert (book.on(be.LeaseOver("r", 1, "expired")) != []) is taken
+
+
+def test_the_end_of_a_receive_may_come_before_its_name() -> None:
+    book = Book()
+    id = sends(book, be.Receive("call", "r"))
+    over = be.TransferOver("r", "t", "end", done=True, safe=True)
+    for event in (be.TransferOver("r", "before", "another end", done=False, safe=True), over):
+        assert book.on(event) == []
+    assert book.on(be.Answered(id, transfer_id="t")) == [be.Named("call"), be.Ended("call", "end"), be.Quiet("call")]
+    sends(book, be.Receive("again", "r"))
+
+
+def test_what_was_heard_before_the_name_of_a_receive_is_kept_until_then() -> None:
+    book = Book()
+    id = sends(book, be.Receive("call", "r"))
+    book.on(be.BlocksSafe("r", "before"))
+    assert book.sizes()["early"] == 1
+    book.on(be.Answered(id, transfer_id="t"))
+    assert book.sizes()["early"] == 0
+
+
+def test_a_receive_that_is_refused_leaves_its_request_free() -> None:
+    book = Book()
+    assert book.on(be.Answered(sends(book, be.Receive("call", "r")), SILENT)) == [be.Refused("call", SILENT)]
+    sends(book, be.Receive("again", "r"))
+
+
+def test_one_receive_of_a_request_is_under_way_at_a_time() -> None:
+    book = Book()
+    id = sends(book, be.Receive("call", "r"))
+    (refused,) = book.on(be.Receive("another", "r"))
+    assert isinstance(refused, be.Refused)
+    assert refused.why.code == "receive_pending"
+    book.on(be.Answered(id, transfer_id="t"))
+    assert book.on(be.TransferOver("r", "t", "end", done=True, safe=False)) == [be.Ended("call", "end")]
+    sends(book, be.Receive("another", "r"))
+    assert book.on(be.BlocksSafe("r", "t")) == [be.Quiet("call")], "it writes until then"
+
+
+def test_a_receive_that_nobody_waits_for_is_aborted_once_it_has_a_name_and_is_quiet_later() -> None:
+    for named in (False, True):
+        book = Book()
+        id = sends(book, be.Receive("call", "r"))
+        if named:
+            book.on(be.Answered(id, transfer_id="t"))
+        said = book.on(be.Leave("call"))
+        assert [type(each) for each in said] == ([be.SendAbort] if named else [])
+        assert book.left("r") == ["call"] and book.left("s") == []
+        if not named:
+            assert [type(each) for each in book.on(be.Answered(id, transfer_id="t"))] == [be.SendAbort]
+        assert book.on(be.Receive("next", "r")) == [], "it waits for the one before"
+        quiet, sent = book.on(be.TransferOver("r", "t", "end", done=False, safe=True))
+        assert quiet == be.Quiet("call") and isinstance(sent, be.Send)
+
+
+def test_bytes_for_weights_that_were_replaced_meanwhile_are_of_no_use() -> None:
+    for done in (True, False):
+        book = Book()
+        book.on(be.Answered(sends(book, be.Receive("call", "r")), transfer_id="t"))
+        sends(book, be.ReplaceWeights("replace", "v2"))
+        ended, _ = book.on(be.TransferOver("r", "t", "end", done=done, safe=True))
+        assert isinstance(ended, be.Ended)
+        assert (None if ended.problem is None else ended.problem.code) == ("other_weights" if done else None)
+
+
+def test_calls_of_a_session_that_ends_are_in_doubt_and_then_quiet_and_leases_are_lost() -> None:
+    book = Book()
+    book.on(be.Answered(sends(book, be.Publish("told", "lease", "r"))))
+    sends(book, be.Publish("publish", "another", "s"))
+    sends(book, be.Receive("receive", "t"))
+    book.on(be.Leave("receive"))
+    assert book.on(be.SessionLost(SILENT)) == [be.Doubtful("publish", SILENT)]
+    assert book.on(be.Probe("late")) == [be.Doubtful("late", SILENT)]
+    assert book.on(be.Publish("too late", "third", "u")) == [be.Doubtful("too late", SILENT)]
+    assert list(book.start.lost) == [("r", 1), ("s", 2), ("u", 3)]
+    effects = book.on(be.SessionOver())
+    assert [each.call for each in effects if isinstance(each, be.Quiet)] == ["publish", "receive", "late", "too late"]
+    assert [each.lease for each in effects if isinstance(each, be.LeaseEnded)] == ["lease", "another"]
+    assert book.on(be.Probe("later")) == [be.Doubtful("later", SILENT), be.Quiet("later")]
+    resumed = Book(before=book)
+    resumed.on(be.Register())
+    resumed.on(be.Registered((("r", 1), ("never", 9))))
+    assert list(book.start.lost) == [("s", 2), ("u", 3)]
+    (sent,) = resumed.on(be.Publish("next", "fourth", "v"))
+    assert isinstance(sent, be.Send)
+    assert sent.number == 4
+
+
+def test_it_may_never_be_certain_that_a_session_is_quiet() -> None:
+    book = Book()
+    sends(book, be.Publish("call", "lease", "r"))
+    book.on(be.SessionLost(SILENT))
+    assert book.on(be.SessionOver(SILENT)) == [be.Quiet("call", SILENT), be.LeaseEnded("lease", SILENT)]
+    assert book.on(be.Probe("later")) == [be.Doubtful("later", SILENT), be.Quiet("later", SILENT)]
+
+
+def test_a_publish_that_nobody_waits_for_is_settled_by_the_abort_behind_it() -> None:
+    book = Book()
+    id = sends(book, be.Publish("call", "lease", "r", more=True))
+    (abort,) = book.on(be.Leave("call"))
+    assert isinstance(abort, be.SendAbort)
+    assert book.on(be.Answered(id)) == []
+    assert book.on(be.Answered(abort.id)) == [be.Quiet("call")]
+
+
+def test_a_publish_that_withdraws_is_refused_for_its_own_reason() -> None:
+    book = Book()
+    book.on(be.Answered(sends(book, be.Publish("first", "lease", "r", more=True))))
+    (abort,) = book.on(be.Answered(sends(book, be.Publish("second", "lease", "r", withdraw=True)), SILENT))
+    assert isinstance(abort, be.SendAbort)
+    assert book.on(be.Answered(abort.id)) == [be.Refused("second", SILENT)]
+
+
+def test_a_publish_that_was_aborted_or_has_a_number_begins_no_other_lease() -> None:
+    over = Conflict("lease_ended", "it is over")
+    for number, aborted in ((7, False), (0, True)):
+        book = Book()
+        id = sends(book, be.Publish("call", "lease", "r", number=number, more=True))
+        if aborted:
+            sends(book, be.Abort("abort", "r"))
+        book.on(be.LeaseOver("r", number or 1, "revoked"))
+        assert book.on(be.Answered(id, over)) == [be.Refused("call", over)]
+
+
+def test_a_publish_whose_lease_ended_by_other_weights_is_not_sent_again() -> None:
+    book = Book()
+    id = sends(book, be.Publish("call", "lease", "r"))
+    sends(book, be.ReplaceWeights("replace", "v2"))
+    book.on(be.LeaseOver("r", 1, "revoked"))
+    (refused,) = book.on(be.Answered(id, Conflict("lease_ended", "it is over")))
+    assert isinstance(refused, be.Refused)
+    assert refused.why.code == "mixed_weights"
+
+
+def test_what_was_published_in_part_is_cut_by_other_weights_until_it_is_aborted() -> None:
+    book = Book()
+    for name, more in (("whole", False), ("part", True)):
+        book.on(be.Answered(sends(book, be.Publish(name, "lease", name, more=more))))
+    doubtful = sends(book, be.Publish("left", "lease", "doubtful", more=True))
+    book.on(be.Leave("left"))
+    book.on(be.Answered(doubtful, SILENT))
+    sends(book, be.ReplaceWeights("replace", "v2"))
+    for name, cut in (("whole", False), ("part", True), ("doubtful", True)):
+        said = be.Publish(f"{name} again", "lease", name, more=True)
+        if cut:
+            with pytest.raises(KvferryError) as refused:
+                book.on(said)
+            assert refused.value.code == "mixed_weights"
+            sends(book, replace(said, call=f"{name} by old weights", current=False))
+        else:
+            sends(book, said)
+    sends(book, be.Abort("abort", "part"))
+    sends(book, be.Publish("anew", "lease", "part"))
+
+
+# ---- sources ----
+
+
+def test_a_lease_that_a_reader_waits_for_or_has_open_is_not_announced() -> None:
+    for opens_first, stays in ((True, False), (False, True), (False, False)):
+        source = ByEvents()
+        listener, reader = source.reader(ANOTHER, announcing=True), source.reader()
+        if opens_first:
+            reader.opens()
+        number = source.publish(fence=1)
+        if not opens_first:
+            reader.opens()
+        if not stays:
+            reader.goes()
+        source.on(e.FenceOver("r", number, 1))
+        assert isinstance(listener.hears(0), e.Announcement) is not (opens_first or stays)
+
+
+def test_an_announcement_of_a_lease_that_has_ended_is_not_sent() -> None:
+    source = ByEvents()
+    listener = source.reader(announcing=True)
+    for name in "rst":
+        source.publish(name)
+    source.revoke("s")
+    heard = [listener.hears(0) for _ in range(3)]
+    assert [isinstance(each, e.Announcement) and each.view.terms.request_id for each in heard[:2]] == ["r", "t"]
+    assert heard[2] is None
+
+
+def test_a_reader_that_takes_nothing_is_told_of_so_many_leases() -> None:
+    source = ByEvents(limit=ANNOUNCEMENTS + 2)
+    listener = source.reader(announcing=True)
+    for number in range(ANNOUNCEMENTS + 2):
+        source.publish(f"r{number}")
+    heard = [listener.hears(0) for _ in range(ANNOUNCEMENTS + 1)]
+    assert (heard.count(None), heard[-1]) == (1, None)
+
+
+def test_a_stream_that_is_over_hears_nothing() -> None:
+    source = ByEvents()
+    reader = source.reader(announcing=True)
+    reading = reader.opens()
+    reader.goes()
+    assert reader.hears(reading) is None
+    assert source.source.packing(pk.At(Reading(reader.stream, reading), 1)) is None
+    source.publish()
+    assert source.state() is LeaseState.PUBLISHED
+    assert source.account().open == 0
+
+
+def test_a_reader_that_knows_the_lease_by_its_announcement_is_not_told_of_it() -> None:
+    source = ByEvents()
+    source.publish(more=True)
+    view = source.lease().view
+    for known, told in ((view.known_by, False), ((view.terms.word, 9), True)):
+        reader, said = source.reader(ReaderId(f"d{told}", "1", 0, 1)), len(source.said)
+        reading = reader.opens(known=known)
+        assert source.said[said:] == ([e.Speak(Reading(reader.stream, reading))] if told else [])
+        assert isinstance(reader.hears(reading), e.Update) is told
+        source.publish(num_tokens=9, more=True)
+        assert isinstance(reader.hears(1), e.Update)
+
+
+def test_a_message_that_cannot_be_taken_is_the_end_of_its_reading() -> None:
+    source = ByEvents()
+    source.publish()
+    reader = source.reader()
+    assert reader.refused(reader.opens(refused=SILENT)) is SILENT
+    assert reader.hears(1) is None
+    assert source.account().open == 0
+
+
+def test_a_reading_of_which_all_was_packed_is_over_when_it_packs_again() -> None:
+    source = ByEvents()
+    packing = packing_of(source)
+    packing.on(pk.Gathered(packing.at, 0), 0.0)
+    source.revoke()
+    assert source.on(e.Pack(packing.at.reading, 2, 1, True, None)) == [
+        pk.Forget(packing.at),
+        e.Speak(packing.at.reading),
+    ]
+    assert isinstance(source.source.take(packing.at.reading), e.Problem)
+    assert source.on(e.Pack(packing.at.reading, 3, 1, True, None)) == []
+
+
+def test_a_reading_whose_packing_is_not_whole_is_over_with_its_lease() -> None:
+    source = ByEvents()
+    packing = packing_of(source)
+    source.revoke()
+    assert pk.Forget(packing.at) in source.said
+    assert isinstance(source.source.take(packing.at.reading), e.Problem)
+    assert source.source.packing(packing.at) is None
+
+
+def test_a_reader_that_packs_before_the_publish_is_packed_for_then() -> None:
+    source = ByEvents()
+    reader = source.reader()
+    at = pk.At(Reading(reader.stream, reader.opens()), 1)
+    assert source.on(e.Pack(at.reading, 1, 1, True, "wanted")) == []
+    source.publish()
+    (cut,) = source.all(pk.Cut)
+    assert (cut.at, cut.wanted) == (at, "wanted")
+
+
+def packs(chunks: int, *, last: bool = True) -> Packing:
+    at = pk.At(Reading(1, 1), 1)
+    packing = Packing(e.Pack(at.reading, at.number, chunks, last, None))
+    packing.begin(View(Terms("r", 1, 7, 60.0, 1), Publication({}, 0, b"", more=False), 1))
+    return packing
+
+
+def test_one_chunk_is_gathered_first_and_then_two_at_a_time() -> None:
+    packing = packs(4)
+    assert packing.on(pk.Want(packing.at, (0, 1, 2, 3)), 0.0) == [], "nothing is cut"
+    assert packing.on(pk.WasCut(packing.at), 0.0) == [pk.Gather(packing.at, 0, False)]
+    gathers = [each for each in packing.on(pk.Gathered(packing.at, 0), 0.0) if isinstance(each, pk.Gather)]
+    assert gathers == [pk.Gather(packing.at, 1, True), pk.Gather(packing.at, 2, True)]
+    assert pk.Gather(packing.at, 3, True) in packing.on(pk.Gathered(packing.at, 1), 0.0)
+
+
+def test_what_no_reader_of_ours_says_ends_its_packing() -> None:
+    for said in ({"want": (0,)}, {"want": (-1,)}, {"want": (4,)}, {"read": (1,)}, {"vouch": True}):
+        packing = packs(4)
+        packing.on(pk.WasCut(packing.at), 0.0)
+        packing.on(pk.Want(packing.at, (0, 1)), 0.0)
+        packing.on(pk.Gathered(packing.at, 0), 0.0)
+        assert packing.on(pk.Want(packing.at, **{"want": (), **said}), 0.0) == [
+            pk.Forget(packing.at), e.Speak(packing.at.reading)
+        ]  # fmt: skip
+        told = packing.take()
+        assert told is not None and told.problem is not None
+        assert (told.chunks, told.problem.code, packing.take()) == ((), "malformed_pack", None)
+
+
+def test_a_packing_is_vouched_for_when_all_its_chunks_are_read() -> None:
+    packing = packs(1)
+    packing.on(pk.WasCut(packing.at), 0.0)
+    packing.on(pk.Want(packing.at, (0,)), 0.0)
+    assert not packing.whole
+    packing.on(pk.Gathered(packing.at, 0), 0.0)
+    assert packing.whole
+    assert packing.take() == pk.Packed(packing.at, (0,), False, None)
+    assert packing.on(pk.Want(packing.at, (), (0,), vouch=True), 0.0) == [
+        pk.GiveBack(packing.at, 0), e.Speak(packing.at.reading)
+    ]  # fmt: skip
+    assert [packing.take(), packing.take()] == [pk.Packed(packing.at, (), True, None), None]
+    assert packing.on(pk.Idle(packing.at), 2 * IDLE_S) == []
+
+
+def test_a_reader_that_says_nothing_keeps_no_slot_whether_it_knows_of_it_or_not() -> None:
+    packing = packs(2)
+    packing.on(pk.WasCut(packing.at), 0.0)
+    packing.on(pk.Want(packing.at, (0, 1)), 0.0)
+    packing.on(pk.Gathered(packing.at, 0), 0.0)
+    packing.take()
+    packing.on(pk.Gathered(packing.at, 1), 0.0)
+    assert pk.Forget(packing.at) in packing.on(pk.Idle(packing.at), IDLE_S)
+    told = packing.take()
+    assert told is not None and told.problem is not None
+    assert "the reader held 2 slots" in told.problem.message
+
+
+def test_a_packing_that_cannot_be_cut_says_why() -> None:
+    packing = packs(1)
+    assert packing.on(pk.WasCut(packing.at, SILENT), 0.0) == [pk.Forget(packing.at), e.Speak(packing.at.reading)]
+    assert packing.take() == pk.Packed(packing.at, (), False, SILENT)
+    assert packing.end() == []
+
+
+def test_more_is_to_be_packed_where_it_was_not_the_last() -> None:
+    packing = packs(0, last=False)
+    packing.on(pk.WasCut(packing.at), 0.0)
+    assert not packing.whole
+    assert packing.begin(View(Terms("r", 1, 7, 60.0, 1), Publication({}, 0, b"", more=False), 2)) == []
+
+
+# ---- readings ----
+
+ANNOUNCED = rd.Seen(lease=4, version=2, word=7, num_tokens=2, digest=b"d")
+PROMPT = Computed(b"d")
+
+
+def following(announced: rd.Seen | None = None, *, named: int = 0) -> tuple[Following, list[rd.ReadingEffect]]:
+    it = Following(0, "r", named, PROMPT)
+    return it, it.on(rd.Begin(announced), 1.0)
+
+
+def test_a_reader_opens_at_once_what_was_not_announced_and_later_what_was() -> None:
+    for announced in (None, replace(ANNOUNCED, digest=b"another"), replace(ANNOUNCED, weights="others")):
+        it, said = following(announced, named=4)
+        assert (said, it.announced, it.due) == ([rd.Open(1, 4, (0, 0))], False, False)
+        assert it.on(rd.Due(), 1.0) == []
+    it, said = following(ANNOUNCED)
+    assert (said, it.announced, it.seen) == ([rd.OpenLater(1.02)], True, ANNOUNCED)
+    assert [it.on(rd.Due(), 1.02), it.on(rd.Due(), 1.02)] == [[rd.Open(1, 0, (7, 2))], []]
+    it.on(rd.Gathered(), 1.1)
+    assert not it.announced
+
+
+def test_nothing_is_opened_before_a_reading_begins() -> None:
+    assert Following(0, "r", 0, PROMPT).on(rd.Due(), 0.0) == []
+
+
+def test_a_reading_that_was_never_opened_is_closed_where_it_is_complete() -> None:
+    for announced, lease in ((ANNOUNCED, 4), (None, 0)):
+        it = Following(0, "r", 0, PROMPT)
+        if announced is not None:
+            it.on(rd.Begin(announced), 0.0)
+        it.on(rd.Read(5), 0.0)
+        it.on(rd.Read(2), 0.0)
+        assert it.on(rd.Leave(complete=False), 0.0) == []
+        assert it.on(rd.Leave(complete=True), 0.0) == [rd.Close(0, lease, True, 7)]
+        assert it.on(rd.Due(), 0.0) == []
+    it, _ = following(named=4)
+    assert it.on(rd.Leave(complete=False), 0.0) == [rd.Close(1, 4, False, 0)]
+
+
+def test_a_reader_knows_that_its_lease_is_still_to_come_until_it_comes() -> None:
+    it, _ = following()
+    it.on(rd.Unpublished(1), 0.0)
+    assert (it.awaits_publish, it.take()) == (True, False)
+    it.on(rd.Update(1, ANNOUNCED), 0.0)
+    assert it.awaits_publish
+    assert (it.take(), it.awaits_publish, it.seen, it.take()) == (True, False, ANNOUNCED, False)
+
+
+def test_a_source_is_asked_again_unless_it_has_said_what_is_wanted() -> None:
+    other, over = replace(ANNOUNCED, digest=b"another"), Conflict("lease_ended", "it is over")
+    for heard, said in (
+        (None, [rd.Close(1, 4, False, 5), rd.Open(2, 0, (0, 0))]), (rd.Update(1, ANNOUNCED), []),
+        (rd.Update(1, other), [rd.Close(1, 4, False, 5), rd.Open(2, 0, (0, 0))]), (rd.Over(1, SILENT), []),
+        (rd.Over(1, over), [rd.Close(1, 4, False, 5), rd.Open(2, 0, (0, 0))]),
+    ):  # fmt: skip
+        it, _ = following(ANNOUNCED)
+        it.on(rd.Due(), 0.0)
+        it.on(rd.Read(5), 0.0)
+        if heard is not None:
+            it.on(heard, 0.0)
+        assert it.on(rd.AskAgain(), 0.0) == said
+        assert not it.announced
+        assert (it.nbytes, it.problem) == ((5, getattr(heard, "why", None)) if not said else (0, None))
+        it.check()
+    it, _ = following(ANNOUNCED)
+    assert it.on(rd.AskAgain(), 0.0) == [rd.Open(1, 0, (0, 0))], "nothing was opened"
+
+
+def test_a_source_is_asked_for_the_lease_of_a_number() -> None:
+    it, _ = following(ANNOUNCED)
+    assert it.on(rd.AskFor(6), 0.0) == [rd.Open(1, 6, (0, 0))]
+    it.on(rd.Update(1, replace(ANNOUNCED, lease=6)), 0.0)
+    assert it.take()
+    assert it.on(rd.AskFor(7), 0.0) == [rd.Close(1, 6, False, 0), rd.Open(2, 7, (0, 0))]
+    assert (it.named, it.seen.lease, it.announced, it.take()) == (7, 0, False, False)
+
+
+def test_a_lease_of_another_prompt_or_of_other_weights_is_not_taken() -> None:
+    for seen, code, text in (
+        (replace(ANNOUNCED, weights="v2", digest=b""), "other_weights", "by weights 'v2'"),
+        (replace(ANNOUNCED, digest=b"another"), "other_prompt", "for another prompt"),
+        (replace(ANNOUNCED, digest=b""), "other_prompt", "without a digest"),
+    ):
+        it, _ = following()
+        it.on(rd.Update(1, seen), 0.0)
+        with pytest.raises(KvferryError, match=text) as refused:
+            it.take()
+        assert refused.value.code == code
+    it = Following(0, "r", 0, Computed())
+    it.on(rd.Begin(), 0.0)
+    it.on(rd.Update(1, ANNOUNCED), 0.0)
+    assert it.take(), "no digest is asked for"
+
+
+def test_a_reading_that_is_over_says_why() -> None:
+    it, _ = following()
+    it.on(rd.Over(1, SILENT), 0.0)
+    for look in (it.take, it.check_goes_on):
+        with pytest.raises(KvferryError, match="it is silent"):
+            look()
+
+
+# ---- leases ----
+
+
+def test_what_is_lost_or_refused_is_so_up_to_the_newest_that_was() -> None:
+    source = ByEvents()
+    source.on(e.Lose((("r", 3), ("r", 2))))
+    assert source.source.leases.newest("r") == 3
+    reader = source.reader()
+    assert "lost" in reader.refused(reader.opens()).message
+    assert "lease 2 of request r is over: its last is 3" in reader.refused(reader.opens(lease=2)).message
+    for number in (5, 4):
+        source.on(e.Refuse("r", number, Conflict("mixed_weights", f"other weights than lease {number}")))
+    assert "than lease 5" in reader.refused(reader.opens(lease=4)).message
+    assert reader.waits(reader.opens(lease=6))
+
+
+def test_why_a_lease_is_over_is_told_with_its_number() -> None:
+    source = ByEvents()
+    source.publish(ttl_s=5.0)
+    reader = source.reader()
+    source.wait(5.0)
+    assert "lease 1 of request r is expired: nobody read it within 5 s" in reader.refused(reader.opens()).message
+    source.publish()
+    source.read()
+    assert reader.refused(reader.opens()).message == "lease 2 of request r is released"
+    source.publish()
+    source.publish(number=4)
+    assert source.ended[-1].reason == "published anew, as lease 4"
+
+
+def test_a_lease_is_for_readers_for_as_long_as_it_was_published() -> None:
+    source = ByEvents()
+    source.publish(num_tokens=4, more=True, ttl_s=5.0)
+    source.wait(3.0)
+    source.publish(num_tokens=8, more=True, ttl_s=5.0)
+    source.wait(4.0)
+    assert (source.state(), source.account().expires_in_s) == (LeaseState.PUBLISHING, 1.0)
+    reader = source.reader()
+    reading = reader.opens()
+    source.wait(60.0)
+    reader.closes(reading, complete=False)
+    assert source.state() is LeaseState.EXPIRED, "its time passed while it was read"
+
+
+def test_the_trace_of_a_lease_is_that_of_its_last_reader() -> None:
+    source = ByEvents()
+    source.publish(readers=3)
+    for at, who in enumerate((READER, ANOTHER)):
+        source.reader(who).opens(trace=(f"t{at}", ""))
+        assert source.account().trace == (f"t{at}", "")
+    source.reader(ReaderId("third", "1", 0, 1)).finishes(trace=("t2", ""))
+    assert source.account().trace == ("t2", "")
+
+
+def test_readers_of_a_request_that_is_withdrawn_are_told_and_the_others_wait() -> None:
+    source = ByEvents()
+    reader = source.reader()
+    one, other = reader.opens("r", lease=3), reader.opens("s")
+    assert not source.revoke("r", "aborted")
+    assert "lease 3 of request r is aborted" in reader.refused(one).message
+    assert reader.waits(other)
+
+
+def test_bytes_that_were_read_in_vain_are_counted() -> None:
+    source = ByEvents()
+    source.publish()
+    reader = source.reader()
+    reading = reader.opens()
+    source.revoke()
+    reader.refused(reading)
+    reader.closes(reading, complete=False, nbytes=5)
+    assert source.all(e.Served) == [e.Served("decode", 5)]
+
+
+def test_how_each_reader_stands_is_told() -> None:
+    source = ByEvents()
+    source.publish(readers=4)
+    reader = source.reader()
+    reader.opens(attempt=2)
+    source.finish(ANOTHER, attempt=3)
+    assert [(each.state, each.attempt, each.nbytes) for each in source.account().readers] == [
+        ("reading", 2, 0), ("read", 3, 0)
+    ]  # fmt: skip
+    account = source.account()
+    assert (account.open, account.closed, account.expected, account.expires_in_s) == (1, 1, 4, None)
+
+
+def test_a_rank_reads_in_the_highest_attempt_that_it_has_said() -> None:
+    for opened, closed in ((2, 0), (2, 3)):
+        source = ByEvents()
+        source.publish(readers=2)
+        reader = source.reader()
+        reader.closes(reader.opens(attempt=opened), attempt=closed)
+        assert [(each.state, each.attempt) for each in source.account().readers] == [("read", max(opened, closed))]
+
+
+def test_a_rank_that_goes_before_it_has_read_has_not_finished() -> None:
+    source = ByEvents()
+    waiting = source.reader()
+    waiting.closes(waiting.opens(lease=1), complete=False, lease=1)
+    source.publish()
+    assert source.state() is LeaseState.PUBLISHED
+    reader, other = source.reader(), source.reader()
+    reading = reader.opens()
+    other.refused(other.opens())
+    other.closes(1, complete=False, lease=1)
+    reader.closes(reading, complete=False)
+    assert source.state() is LeaseState.PUBLISHED
