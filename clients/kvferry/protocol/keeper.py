@@ -278,8 +278,8 @@ class Keeper:
             effects += self._start(now)[1]
         current = self.daemons.get(self.current)
         loaded = [each.number for each in self._others() if each.state is State.LOADED]
-        wished = current is not None and current.number < self.wishes.upgrade <= max(loaded, default=0)
-        if wished and current is not None and current.state is State.SERVING:
+        wished = self.wishes.upgrade <= max(loaded, default=0)
+        if current is not None and current.state is State.SERVING and current.number < self.wishes.upgrade and wished:
             effects += self._told(current, e.TERM, now + current.drain_s + BEYOND_DRAIN_S)
         return effects
 

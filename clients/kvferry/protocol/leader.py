@@ -150,7 +150,7 @@ class Leader:
     def _settled(self, led: _Led, effects: Effects) -> Effects:
         """Forget what is over."""
         part = led.event.part
-        if part not in self._led or not all(known.over for known in led.ranks.values()):
+        if not all(known.over for known in led.ranks.values()):
             return effects
         del self._led[part]
         self._alarms.drop(part)
