@@ -222,6 +222,8 @@ class Tried:
     raised: dict[Pair, str] = field(default_factory=dict)
     last: dict[type, Any] = field(default_factory=dict)
     """The last event of each kind."""
+    trying: bool = False
+    """Not while the runs say which events there are."""
 
     def all(self, row: Row, machine: Any, like: Any, now: tuple[float, ...]) -> None:
         """Each event of the row, about what this one is about."""
@@ -277,9 +279,10 @@ def _watched(on: Any, rows: dict[type, Row], pairs: Counter[Pair], tried: Tried 
         if row is None:
             return on(machine, event, *now)
         pairs[row.about, row.state(machine, event), type(event).__name__] += 1
-        if tried is None:
+        if tried is not None:
+            tried.last[type(event)] = event
+        if tried is None or not tried.trying:
             return on(machine, event, *now)
-        tried.last[type(event)] = event
         tried.all(row, machine, event, now)
         effects = on(machine, event, *now)
         tried.all(row, machine, event, now)

@@ -1554,6 +1554,15 @@ def test_a_rank_reads_in_the_highest_attempt_that_it_has_said() -> None:
         assert [(each.state, each.attempt) for each in source.account().readers] == [("read", max(opened, closed))]
 
 
+def test_a_rank_that_finishes_again_has_read_what_it_had_read() -> None:
+    source = ByEvents()
+    source.publish(readers=2)
+    reader = source.reader()
+    reader.closes(reader.opens(attempt=2), attempt=2, nbytes=7)
+    source.finish(attempt=1)
+    assert [(each.state, each.attempt, each.nbytes) for each in source.account().readers] == [("read", 2, 7)]
+
+
 def test_a_rank_that_goes_before_it_has_read_has_not_finished() -> None:
     source = ByEvents()
     waiting = source.reader()

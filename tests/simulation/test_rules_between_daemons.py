@@ -485,6 +485,15 @@ def test_a_daemon_that_stood_by_and_dies_answers_no_wish_that_was_fulfilled() ->
     assert "the daemon that stood by is dead" in report.what
 
 
+def test_an_upgrade_that_dies_while_nothing_serves_is_loaded_again() -> None:
+    it = keeps(ke.Loaded(2, 5.0))
+    it.on(ke.Died(1, 9, "killed"), 30.0)
+    it.on(ke.Upgrade(), 31.0)
+    report = it.on(ke.Died(3, 9, "killed"), 32.0)[0]
+    assert isinstance(report, ke.Report)
+    assert report.what == "the new daemon is dead (killed): another one is loaded"
+
+
 def test_an_upgrade_that_does_not_load_is_answered() -> None:
     it = keeps(ke.Loaded(2, 5.0), ke.Upgrade())
     (stays,) = [each for each in it.on(ke.Died(3, 1, "a bad setting"), 2.0) if isinstance(each, ke.Stays)]

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from simulate import WORLDS, Found, played
-from table import ROWS, Row, Tried, watched
+from table import ROWS, Pair, Row, Tried, watched
 
 from kvferry.errors import KvferryError
 
@@ -21,8 +21,9 @@ def tried() -> Tried:
     tried = Tried(Counter())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(KvferryError, "__deepcopy__", lambda error, _: error, raising=False)
-        for watch in (watched(tried.hit), watched(Counter(), tried)):
-            with watch:
+        for pairs in (tried.hit, Counter[Pair]()):
+            tried.trying = pairs is not tried.hit
+            with watched(pairs, tried):
                 for world in WORLDS:
                     for seed in range(SEEDS):
                         assert not played(seed, Found(world))
