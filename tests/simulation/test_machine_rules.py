@@ -205,11 +205,11 @@ def test_timers_of_one_time_ring_in_the_order_in_which_they_were_set() -> None:
     assert alarms.due(1.0) == ["c", "a", "b"]
 
 
-def test_a_reader_of_a_publish_that_waits_for_its_fence_is_told_nothing() -> None:
+def test_a_reader_of_a_publish_that_waits_for_its_fence_is_told_that_it_is_still_to_come() -> None:
     source = ByEvents()
     source.publish(fence=1)
     reader = source.reader()
-    assert reader.hears(reader.opens()) is None
+    assert reader.waits(reader.opens())
 
 
 def test_an_upgrade_is_loaded_beside_a_daemon_that_does_not_serve_yet() -> None:
