@@ -210,6 +210,7 @@ async def test_a_source_that_does_not_answer_the_opening_is_named(scene: Scene, 
     source = scene.prefill.daemons[0]
     blocks = scene.prefill.take(TOKENS)
     scene.prefill.write(Kv.random(TOKENS), blocks)
+    asked_at = round(time.time(), 3)
     with frozen(source):
         receiving = scene.decode.receive(request_id, scene.decode.take(TOKENS), source=scene.prefill.source())
         async with under_way(receiving) as received:
@@ -225,7 +226,8 @@ async def test_a_source_that_does_not_answer_the_opening_is_named(scene: Scene, 
     assert_waited(record, Awaited.LEASE, source.peer, f"for the daemon at {source.peer} to answer")
     assert record.waited_longest is not None
     assert record.waited_longest.ms >= silent_ms
-    assert record.created_at <= record.waited_longest.began_at <= (record.ended_at or 0)
+    # Rank 1 may begin before rank 0, which dates the record.
+    assert asked_at <= record.waited_longest.began_at <= (record.ended_at or 0)
     peers = [await scene.peer(rank) for rank in (0, 1)]
     assert max(peer.phases["lease"].worst_ms for peer in peers) >= record.waited_longest.ms
     assert all(peer.phases["lease"].p99_ms == peer.phases["lease"].worst_ms for peer in peers)

@@ -100,26 +100,13 @@ class Reservation:
         start, stop = (max(0, local_tokens(group.token_shard, each) - table.first_token) for each in self.tokens)
         return table.block_ids[start // group.block_size : -(-stop // group.block_size)]
 
-    def past(self) -> Past:
-        """The reservation as an order that may come again is known by."""
+    def fingerprint(self) -> bytes:
+        """Equal for equal reservations, and kept in place of block tables, which may be of megabytes."""
         said = hashlib.sha256(repr((self.tokens, self.digest, self.zero)).encode())
         for name, table in sorted(self.tables.items()):
             said.update(repr((name, table.first_token, len(table.block_ids))).encode())
             said.update(table.block_ids.tobytes())
-        return Past(said.digest())
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """A reservation that came with an order. It equals one of the same blocks, and has no block table, which may be of
-    megabytes."""
-
-    name: bytes
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Reservation):
-            other = other.past()
-        return isinstance(other, Past) and self.name == other.name
+        return said.digest()
 
 
 def order_of(body: OrderBody, trace: Trace) -> Order:

@@ -175,7 +175,8 @@ class Transfers(Book):
         brought = dict(brought or {})
         own, said = brought.get(engine.rank), None
         if order_id:
-            said = engine.engine_id, request_id, order, {rank: each.past() for rank, each in brought.items()}, number
+            tables = {rank: each.fingerprint() for rank, each in brought.items()}
+            said = engine.engine_id, request_id, order, tables, number
         reservation = None if own is None else self._reservation(engine, own)
         return self._answer(
             e.Ordered(
