@@ -99,11 +99,11 @@ def test_a_bench_of_pages_has_the_sizes_of_its_rules() -> None:
     assert (gqa.pages, gqa.page_nbytes, gqa.pool_pages) == (48_128, 32 << 10, 2 * 512 + 8)
 
 
-def test_batches_without_room_are_left_out_but_the_first() -> None:
+def test_batches_without_room_are_left_out() -> None:
     point = paged.Point("gqa", 94, 8192, 16, (1, 4, 16))
     assert point.within(32 << 30) == point
-    assert point.within(10 << 30).batches == (1, 4)
-    assert point.within(1).batches == (1,)
+    assert point.within(10 << 30) == paged.Point("gqa", 94, 8192, 16, (1, 4))
+    assert point.within(1) is None
 
 
 def test_each_request_of_a_batch_has_pages_of_its_own_by_the_seed() -> None:
@@ -131,3 +131,11 @@ def test_wake_ups_are_a_seconds_by_name() -> None:
     before = cost.Look(10.0, 0.0, {(1, "loop"): 5, (2, "nixl"): 0, (3, "gone"): 9})
     after = cost.Look(12.0, 0.0, {(1, "loop"): 15, (2, "nixl"): 200, (4, "nixl"): 20})
     assert cost.wakeups(before, after) == {"loop": 5, "nixl": 110}
+
+
+def test_what_cannot_be_measured_is_a_row_and_the_next_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    small = "--tokens 100 --pages 16 --layers 1 --batch 1 --way mapped"
+    assert bench.main(["paged", "--device", "cpu", "--quick", *small.split()]) == 1
+    said = capsys.readouterr().out
+    assert said.count("FAILED: ") == 2  # mla and gqa: host memory cannot be mapped
+    assert "2 FAILED" in said

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import json
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import numpy as np
 
 from kvferry.memory import cuda
+from kvferryd.bench.child import child, tell
 from kvferryd.bench.gpu import AUTO, DIRECT, MAPPED, STAGED, engines, machine, need_torch, staged_for
 from kvferryd.bench.gpu_cases import ITEM, Case, Layout, Model, Pair
 from kvferryd.bench.gpu_measure import measure
@@ -86,39 +88,49 @@ class Point:
         pair = Pair(model, layout, layout, self.pool_pages * self.page)
         return Case(f"{self.preset}, {self.tokens} tokens, pages of {self.page}", pair, self.tokens, batch, SEED)
 
-    def within(self, pool_nbytes: int) -> Point:
-        """The same with those batches, from the smallest on, for which such a pool is enough; at least one."""
-        point = self
-        while len(point.batches) > 1 and point.pool_nbytes > pool_nbytes:
-            point = replace(point, batches=point.batches[:-1])
-        return point
+    def within(self, pool_nbytes: int) -> Point | None:
+        """The same with those batches, from the smallest on, for which such a pool is enough; None: for no batch."""
+        for count in range(len(self.batches), 0, -1):
+            point = replace(self, batches=self.batches[:count])
+            if point.pool_nbytes <= pool_nbytes:
+                return point
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Others with the same: bytes a second of a bulk copy; NIXL's seconds for each batch, READ and WRITE."""
+    """Others with the same: bytes a second of a bulk copy; NIXL's seconds for READ and WRITE, by batch."""
 
     bulk: float
     nixl_s: dict[int, tuple[float, float]]
     error: str = ""
 
 
-def nixl(point: Point, gpus: tuple[cuda.Device, ...]) -> Peer:
-    """Measure a bulk copy, and NIXL with its best settings: batches of at most NIXL_PAGES pages, at least the first."""
+def beside(point: Point, device: str) -> Peer:
+    """Measured by a process of its own: UCX keeps what it has mapped of a peer's GPU memory until its process ends."""
+    # NIXL's best: between GPUs writes of many pages in one call, on host memory reads without a look at TCP after each.
+    env = {"NIXL_UCX_SGL_ENABLE": "y", "UCX_CMA_TX_QUOTA": SEGMENTS}
+    with child("kvferryd.bench.paged", json.dumps(asdict(point)), device, env=env) as told:
+        return Peer(told["bulk"], {batch: (read, write) for batch, read, write in told["nixl_s"]}, told["error"])
+
+
+def _beside(point: Point, gpus: tuple[cuda.Device, ...]) -> dict[str, object]:
+    """A bulk copy, and NIXL with its best settings: batches of at most NIXL_PAGES pages, at least the first."""
     few = [batch for batch in point.batches if batch == point.batches[0] or batch * point.pages <= NIXL_PAGES]
     own = replace(point, batches=tuple(few))
     size = min(max(point.nbytes, 0 if gpus else HOST_BULK_NBYTES), BULK_NBYTES)
     with ends(gpus, max(own.pool_nbytes, size)) as between:
-        bulk = size / between.copy(size)
+        bulk, nixl_s, error = size / between.copy(size), [], ""
         try:
-            return Peer(bulk, _nixl(own, between, *((8, NIXL_REPEATS) if gpus else (0, REPEATS))))
-        except Exception as error:  # noqa: BLE001  NIXL's are of many kinds; the row says it
-            return Peer(bulk, {}, said(error))
+            nixl_s = _nixl(own, between, *((8, NIXL_REPEATS) if gpus else (0, REPEATS)))
+        except Exception as failed:  # noqa: BLE001  NIXL's are of many kinds; the row says it
+            error = said(failed)
+    return {"bulk": bulk, "nixl_s": nixl_s, "error": error}
 
 
-def _nixl(point: Point, between: Ends, threads: int, repeats: int) -> dict[int, tuple[float, float]]:
+def _nixl(point: Point, between: Ends, threads: int, repeats: int) -> list[tuple[int, float, float]]:
     """In a function of its own: the agent ends with it, before the memory."""
-    found = {}
+    found = []
     with connected(best_agent(threads), between.told, between.local) as pair:
         for batch in point.batches:
             rows = np.arange(point.layers)[:, None] * point.pool_pages
@@ -131,7 +143,7 @@ def _nixl(point: Point, between: Ends, threads: int, repeats: int) -> dict[int, 
                 median(pair.bursts(op, point.page_nbytes, requests, NIXL_WARM_UP + repeats)[NIXL_WARM_UP:])
                 for op in ("READ", "WRITE")
             )
-            found[batch] = read, write
+            found.append((batch, read, write))
     return found
 
 
@@ -139,14 +151,13 @@ def points(options: argparse.Namespace, gpus: Sequence[cuda.Device]) -> list[Poi
     pool_gib = options.pool_gib or ((POOL_GIB if len(gpus) > 1 else ONE_GPU_GIB) if gpus else HOST_GIB)
     tokens = options.tokens or (TOKENS if gpus and not options.quick else QUICK_TOKENS)
     batches = tuple(sorted(options.batch or (QUICK_BATCHES if options.quick else BATCHES)))
-    return [
-        Point(preset, options.layers or (PRESETS[preset][0] if gpus else HOST_LAYERS), count, page, batches).within(
-            int(pool_gib * 2**30)
-        )
+    wanted = [
+        Point(preset, options.layers or (PRESETS[preset][0] if gpus else HOST_LAYERS), count, page, batches)
         for preset in options.preset
         for count in tokens
         for page in options.pages
     ]
+    return [room for point in wanted if (room := point.within(int(pool_gib * 2**30)))]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -173,30 +184,31 @@ async def _run(options: argparse.Namespace) -> int:
     gpus = cuda.devices() if options.device == "cuda" else ()
     trials, failures = QUICK_TRIALS if options.quick else TRIALS, 0
     async with staged_for(options.way, gpus) as (stage, way):
-        # NIXL's best, as our daemons run by now: writes of many pages in one call between GPUs, and on host memory
-        # reads without a look at TCP after each.
-        os.environ.setdefault("NIXL_UCX_SGL_ENABLE", "y")
-        os.environ.setdefault("UCX_CMA_TX_QUOTA", SEGMENTS)
         print(", ".join(f"{name} {value}" for name, value in machine(gpus).items()))
         print(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
         for point in points(options, gpus):
-            peer = await asyncio.to_thread(nixl, point, gpus)
-            failures += bool(peer.error)
-            async with engines(stage, point.case(1).pair, way) as (source, reader):
-                for batch in point.batches:
-                    case = point.case(batch)
-                    try:
+            batch = point.batches[0]
+            try:
+                peer = await asyncio.to_thread(beside, point, options.device)
+                failures += bool(peer.error)
+                async with engines(stage, point.case(1).pair, way) as (source, reader):
+                    for batch in point.batches:
                         async with asyncio.timeout(CASE_S):
+                            case = point.case(batch)
                             rows = [
                                 await measure(case, way.name, source, reader, REPEATS, WARM_UP) for _ in range(trials)
                             ]
-                        cells = [*_kvferry(point, rows, peer), *_nixl_cells(point, batch, peer)]
-                    except Exception as error:  # noqa: BLE001  an error is a row, and the run goes on
-                        failures += 1
-                        cells = [f"FAILED: {said(error)}".replace("|", "/")]
-                    print(f"| {' | '.join([*_what(point, batch), f'{peer.bulk / 1e9:.1f}', *cells])} |", flush=True)
+                        _show(point, batch, *_kvferry(rows, peer), *_nixl_cells(point, batch, peer))
+            except Exception as error:  # noqa: BLE001  an error is a row, and the next point is measured
+                failures += 1
+                _show(point, batch, f"FAILED: {said(error)}")
     print("\nevery word that was asked for has arrived, and no other" if not failures else f"\n{failures} FAILED")
     return 1 if failures else 0
+
+
+def _show(point: Point, batch: int, *cells: str) -> None:
+    shown = [" ".join(cell.split()).replace("|", "/") for cell in (*_what(point, batch), *cells)]
+    print(f"| {' | '.join(shown)} |", flush=True)
 
 
 def _what(point: Point, batch: int) -> Iterator[str]:
@@ -205,8 +217,9 @@ def _what(point: Point, batch: int) -> Iterator[str]:
     yield f"{batch * point.nbytes / 1e6:.0f}"
 
 
-def _kvferry(point: Point, rows: Sequence[Row], peer: Peer) -> Iterator[str]:
+def _kvferry(rows: Sequence[Row], peer: Peer) -> Iterator[str]:
     total_s = median(row.total_s or 0.0 for row in rows)
+    yield f"{peer.bulk / 1e9:.1f}"
     rate = rows[0].nbytes / total_s
     yield f"{1e3 * total_s:.2f}"
     yield f"{rate / 1e9:.1f}"
@@ -219,10 +232,14 @@ def _kvferry(point: Point, rows: Sequence[Row], peer: Peer) -> Iterator[str]:
 
 def _nixl_cells(point: Point, batch: int, peer: Peer) -> Iterator[str]:
     if peer.error:
-        yield from (f"FAILED: {peer.error}".replace("|", "/"), "", "", "")
+        yield from (f"FAILED: {peer.error}", "", "", "")
     else:
         for seconds in peer.nixl_s.get(batch, ()):
             yield f"{1e3 * seconds:.2f}"
             yield f"{batch * point.nbytes / seconds / peer.bulk:.1%}"
         if batch not in peer.nixl_s:
             yield from [""] * 4
+
+
+if __name__ == "__main__":
+    tell(_beside(Point(**json.loads(sys.argv[1])), cuda.devices() if sys.argv[2] == "cuda" else ()))

@@ -43,7 +43,7 @@ DIM, LAYER_KIB = 128, 4
 """A layer of 8 KV heads of 128 in bf16, K and V, has 4 KiB a token."""
 GPU_KIB, HOST_KIB, KIB = 128, 1, (1, 2, 4, 8, 16, 32, 64, 128)
 POOL = 1 << 18
-"""Tokens in each engine's cache: the trace's longest request has 126,195."""
+"""Tokens in each engine's cache, half of them where both have one GPU: the trace's longest request has 126,195."""
 CEILING_NBYTES, HOST_CEILING_NBYTES = 512 << 20, 64 << 20
 SPEEDS, QUICK_SPEEDS, SECONDS, QUICK_SECONDS = (1.0, 5.0, 20.0, 40.0), (1.0, 20.0), 60.0, 20.0
 WARM_UP, DEADLINE_S, DRAIN_S, SHOW_S = 8, 30.0, 30.0, 5.0
@@ -253,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
 async def _run(options: argparse.Namespace, trace: list[Arrival]) -> int:
     gpus = cuda.devices() if options.device == "cuda" else ()
     kib = options.kib or (GPU_KIB if gpus else HOST_KIB)
-    pair = Pair(model(kib), NHD, NHD, POOL)
+    pair = Pair(model(kib), NHD, NHD, POOL // 2 if len(gpus) == 1 else POOL)
     speeds = options.speed or (QUICK_SPEEDS if options.quick else SPEEDS)
     seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
     failures = 0
