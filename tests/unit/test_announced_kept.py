@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from kvferry.errors import Conflict, KvferryError
+from kvferry.protocol.reading import Close
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.leases.record import announced_as
@@ -101,7 +102,7 @@ async def test_an_announcement_without_a_number_ends_the_stream_by_name() -> Non
 @pytest.mark.parametrize(("closed", "kept"), [(1, 2), (2, 0), (3, 0)])
 async def test_nobody_goes_by_what_was_announced_of_a_lease_that_has_been_read(closed: int, kept: int) -> None:
     async with announced(of(2)) as stream:
-        stream.close_reading("r", closed, attempt=(1, ""), complete=False)
+        stream.close_reading(Close(0, closed, complete=False, nbytes=0), "r", (1, ""), None)
         update = stream.announced("r", 0)
         assert (update.lease if update is not None else 0) == kept
 

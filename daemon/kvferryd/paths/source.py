@@ -84,7 +84,8 @@ class SourceReader:
         if self._chunks is not None:
             with tried("end a gather", request_id=self.read.request_id, rank=self.source.rank):
                 self._chunks.close()
-        close_reading(self.source, said, self.read.request_id, self.attempt, self._stream, self.number, self._trace)
+        stream = self._stream or self.source.stream
+        stream.close_reading(said, self.read.request_id, self.attempt, self._trace, self.number)
 
     def end_timer(self) -> None:
         self._later.set(None)
@@ -143,16 +144,6 @@ class SourceReader:
             request_id, remedy = self.read.request_id, "prefill the request again"
             why = f"the lease of request {request_id} did not hold while it was read"
             raise Conflict("torn", why, field="request_id", value=request_id, remedy=remedy)
-
-
-def close_reading(
-    source: PeerRank, said: r.Close, request_id: str, attempt: tuple[int, str], stream: ReaderStream | None = None,
-    number: int = 0, trace: peer_pb2.Trace | None = None,
-) -> None:  # fmt: skip
-    (stream or source.stream).close_reading(
-        request_id, said.lease, attempt, complete=said.complete, nbytes=said.nbytes, number=number,
-        trace=None if number else trace,
-    )  # fmt: skip
 
 
 def seen_of(update: peer_pb2.LeaseUpdate) -> Seen:

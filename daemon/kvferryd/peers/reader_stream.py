@@ -13,6 +13,7 @@ from cachetools import FIFOCache
 
 from kvferry.errors import Internal, KvferryError, PeerFailed
 from kvferry.outbox import Outbox
+from kvferry.protocol.reading import Close
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferry.wire import problem_from_proto
 from kvferryd.aio import Tasks, all_over
@@ -102,17 +103,16 @@ class ReaderStream:
         self._outbox.settle(compose)
 
     def close_reading(
-        self, request_id: str, lease: int, attempt: tuple[int, str], *, complete: bool, nbytes: int = 0,
-        number: int = 0, trace: peer_pb2.Trace | None = None,
-    ) -> None:  # fmt: skip
-        """lease: its number. attempt: as of SourceReader. nbytes: read of it. number: of the reading; 0 for a lease
-        that was never opened. A source that does not get this has its time to live."""
+        self, said: Close, request_id: str, attempt: tuple[int, str], trace: peer_pb2.Trace | None, number: int = 0
+    ) -> None:
+        """attempt: as of SourceReader. number: of the reading; 0 for a lease that was never opened. A source that does
+        not get this has its time to live."""
         self._listeners.pop(number, None)
-        if lease:
-            self.announced(request_id, lease)  # it may have come since the source was asked: nobody goes by it any more
+        if said.lease:  # it may have come since the source was asked: nobody goes by it any more
+            self.announced(request_id, said.lease)
         closing = peer_pb2.LeaseClose(
-            reading=number, request_id=request_id, lease=lease, attempt=attempt[0], by=attempt[1], complete=complete,
-            nbytes=nbytes, trace=trace,
+            reading=number, request_id=request_id, lease=said.lease, attempt=attempt[0], by=attempt[1],
+            complete=said.complete, nbytes=said.nbytes, trace=None if number else trace,
         )  # fmt: skip
         self.send(peer_pb2.ReadRequest(close=closing))
 

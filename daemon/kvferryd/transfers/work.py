@@ -27,7 +27,7 @@ from kvferryd.observe import logs
 from kvferryd.paths import Flight, Move
 from kvferryd.paths.checksums import compare
 from kvferryd.paths.move import ARENA
-from kvferryd.paths.source import SourceReader, announced, bound_to, close_reading
+from kvferryd.paths.source import SourceReader, announced, bound_to
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.peers import Peers
 from kvferryd.plan import check_whole
@@ -357,7 +357,7 @@ class Work:
                 self._around.peers.forget(peer)
             case t.Say(rank, r.Close() as said) if rank not in self._readers:
                 trace = peer_pb2.Trace(traceparent=it.trace.traceparent, x_request_id=it.trace.x_request_id)
-                close_reading(peer.ranks[rank], said, it.request_id, self._by, trace=trace)
+                peer.ranks[rank].stream.close_reading(said, it.request_id, self._by, trace)
             case t.Say(rank, said):
                 self._reader(peer, rank).take(said)
 
