@@ -37,6 +37,7 @@ class Rank:
         self.given: list[int] = []
         manager: Any = object.__new__(Manager)
         manager.prefill_info_table, manager.timeout_s = Remembered(), 1.0
+        manager.kv_args = SimpleNamespace(page_size=16)
         manager.rank = SimpleNamespace(
             daemon=SimpleNamespace(receive=self._receive), idle=SimpleNamespace(wake_after=lambda end: None),
             adapters=Adapters(), on_gpu=False,

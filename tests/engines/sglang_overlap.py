@@ -107,7 +107,7 @@ class Engine(SchedulerDisaggregationDecodeMixin):
     def _queue(self) -> Any:
         manager: Any = object.__new__(Manager)
         manager.prefill_info_table, manager.timeout_s = Remembered(), 1.0
-        manager.kv_args = SimpleNamespace(aux_data_ptrs=[], aux_item_lens=[])
+        manager.kv_args = SimpleNamespace(aux_data_ptrs=[], aux_item_lens=[], page_size=1)
         manager.rank = SimpleNamespace(
             daemon=SimpleNamespace(receive=self._receive), idle=SimpleNamespace(wake_after=lambda end: None),
             adapters=Adapters(), on_gpu=True,

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
 from kvferry.sglang.cache import describe
@@ -35,18 +37,38 @@ def main() -> None:
         **COMMON,
     )
     found["packed"] = [said(packed, "fp8_e4m3")]
-    print(json.dumps(found))
+    print(json.dumps({"means": found, "windows": windows()}))
+
+
+def windows() -> list[Any]:
+    """Groups of a cache of two pools, and the layers of each."""
+    cache = SWAKVPool(
+        size=64, size_swa=32, page_size=16, dtype=torch.bfloat16, head_num=2, head_dim=8, device="cpu",
+        swa_attention_layer_ids=[4, 6], full_attention_layer_ids=[5], enable_alt_stream=False,
+    )  # fmt: skip
+    manifest = described(cache, (cache.full_kv_pool, cache.swa_kv_pool), "auto")
+    return [
+        [each.num_blocks, each.window, sorted({part.layer for part in manifest.components if part.group == each.name})]
+        for each in manifest.groups
+    ]
 
 
 def said(pool: Any, cache_type: str) -> dict[str, str]:
     """The meaning of each component of the first layer, and the dtype of its memory."""
-    buffers = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer
-    start = min(buffer.data_ptr() for buffer in buffers)
-    stop = max(buffer.data_ptr() + buffer.nbytes for buffer in buffers)
-    builder = ManifestBuilder("e", "e", ModelInfo(name="m", fingerprint="f"))
-    describe(builder.region(0, "host", nbytes=stop - start, address=start), pool, 0, 1, lambda layer: 2, cache_type)
-    manifest: Manifest = builder.build()
+    manifest = described(pool, (pool,), cache_type)
     return {each.name: f"{each.dtype} {each.meaning}" for each in manifest.components if each.layer == 0}
+
+
+def described(cache: Any, pools: Sequence[Any], cache_type: str) -> Manifest:
+    """With a region for each pool, and windows of 24 tokens."""
+    builder = ManifestBuilder("e", "e", ModelInfo(name="m", fingerprint="f"))
+    for at, pool in enumerate(pools):
+        buffers = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer
+        start = min(buffer.data_ptr() for buffer in buffers)
+        stop = max(buffer.data_ptr() + buffer.nbytes for buffer in buffers)
+        builder.region(at, "host", nbytes=stop - start, address=start)
+    describe(builder, cache, 24, 0, 1, lambda layer: 2, cache_type)
+    return builder.build()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def main() -> None:
     idle, options = SimpleNamespace(wake_after=lambda end: None), SimpleNamespace(lease_ttl_s=60.0)
     nbytes = 8 if stop else len(METADATA)
     manager = SimpleNamespace(
-        senders=WeakValueDictionary(), kv_args=SimpleNamespace(page_size=BLOCK),
+        senders=WeakValueDictionary(), kv_args=SimpleNamespace(page_size=BLOCK, state_types=[]),
         aux_rows=lambda index: [(ctypes.addressof(METADATA), nbytes)],
         rank=SimpleNamespace(
             daemon=client, written=lambda: None, options=options, idle=idle, cached_since=1, adapters=Adapters(),

@@ -81,7 +81,7 @@ class Pair:
             on_gpu=True, queue=SimpleNamespace(scheduler=scheduler),
         )  # fmt: skip
         manager = SimpleNamespace(
-            rank=rank, prefill_info_table=Remembered(), timeout_s=WITHIN_S,
+            kv_args=SimpleNamespace(page_size=BLOCK), rank=rank, prefill_info_table=Remembered(), timeout_s=WITHIN_S,
             source=lambda address, dp_rank: self.source, forget=lambda address: None, aux_rows=lambda index: [],
         )  # fmt: skip
         receiver = Receiver(manager, "p:1", room)

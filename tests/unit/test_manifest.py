@@ -364,6 +364,15 @@ def test_axis_names_have_to_match_the_dimensions() -> None:
         builder(tensor).component("full", layer=0, name="k", array=tensor, axes=AXES)
 
 
+def test_an_array_lies_in_the_region_that_has_its_address() -> None:
+    memory = np.zeros((2, 8, 4, 2), dtype=np.float16)
+    made = builder(memory[0]).region(1, "host", nbytes=memory[1].nbytes, address=memory[1].ctypes.data)
+    made.group("full", num_blocks=8, block_size=4)
+    for layer in (1, 0):
+        made.component("full", layer=layer, name="k", array=memory[layer], axes=("block", "slot", "dim"))
+    assert [(each.region, each.offset) for each in made.build().components] == [(1, 0), (0, 0)]
+
+
 def test_a_region_has_to_be_described_first() -> None:
     tensor = np.zeros((2, 4, 2), dtype=np.float16)
     with pytest.raises(ManifestError, match="region 3"):

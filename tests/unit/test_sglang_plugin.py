@@ -36,7 +36,7 @@ def test_ranks_that_would_share_a_daemon_are_refused() -> None:
         Options.read({"KVFERRY_SGLANG_SOCKET": "/run/{rank}.sock"}).socket_of(0, 2, 1, 2)
 
 
-POOL = {"page_size": 16, "size": 32, "layer_num": 2, "start_layer": 0}
+POOL = {"page_size": 16, "size": 32, "model_layer_ids": (0, 1)}
 
 
 def create(pool: Any) -> None:
@@ -57,7 +57,7 @@ def test_a_pool_is_placed_in_the_region_and_described_there() -> None:
 
     builder = ManifestBuilder("engine", "epoch", ModelInfo(name="m", fingerprint="f"), rank=1, world_size=2)
     builder.region(0, "host", nbytes=region.nbytes, address=region.address)
-    describe(builder, pool, 1, 2, lambda layer: 4, "auto")
+    describe(builder, pool, 0, 1, 2, lambda layer: 4, "auto")
     manifest = builder.build()
     assert [(group.name, group.block_size, group.num_blocks) for group in manifest.groups] == [(GROUP, 16, 3)]
     value = next(each for each in manifest.components if (each.layer, each.name) == (1, "v"))
@@ -81,7 +81,7 @@ def described(pool: Any, cache_dtype: str = "auto", heads: int = 2) -> Manifest:
     start = min(buffer.data_ptr() for buffer in buffers)
     stop = max(buffer.data_ptr() + buffer.nbytes for buffer in buffers)
     describe(
-        builder.region(0, "host", nbytes=stop - start, address=start), pool, 0, 1, lambda layer: heads, cache_dtype
+        builder.region(0, "host", nbytes=stop - start, address=start), pool, 0, 0, 1, lambda layer: heads, cache_dtype
     )
     return builder.build()
 

@@ -96,12 +96,13 @@ class ManifestBuilder:
         name: str,
         array: Strided,
         axes: Sequence[str],
-        region: int = 0,
+        region: int | None = None,
         shard: Shard | None = None,
         encoding: str | None = None,
         whole: Sequence[str] = (),
     ) -> ManifestBuilder:
-        """`axes` names the array's dimensions in order; a name may occur twice (mixed radix, outer first).
+        """`axes` names the array's dimensions in order; a name may occur twice (mixed radix, outer first). `region`: in
+        which it lies; without one the region that has its address.
 
         `encoding`: what the bytes mean, where the dtype does not say it: one of `ENCODINGS`, or `opaque:NAME`, which is
         moved whole or not at all. `whole`: axes that may not be divided, nor laid out otherwise on the other side.
@@ -112,6 +113,8 @@ class ManifestBuilder:
             message = f"{len(axes)} axis names for an array of {len(shape)} dimensions"
             remedy = f"name every dimension of the shape {shape}"
             raise breach("axes", message, field="axes", value=tuple(axes), remedy=remedy)
+        if region is None:
+            region = next((id for id, place in self._places.items() if address in place), 0)
         if region not in self._places:
             message = f"region {region} was not described"
             raise breach("unknown_region", message, field="region", value=region, remedy="call region() first")

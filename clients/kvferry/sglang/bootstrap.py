@@ -59,15 +59,15 @@ class Sources:
     def get(self, address: str) -> Prefill | None:
         return self._known.get(address)
 
-    def ensure(self, address: str) -> bool:
-        """Whether it is known who prefills there. If not it is asked, and known later."""
+    def ensure(self, address: str) -> Prefill | None:
+        """The server that prefills there, where it is known. If not it is asked, and known later."""
         if address not in self._known and address not in self._asking and len(self._asking) < ASKS:
             self._asking.add(address)
             asked = asyncio.run_coroutine_threadsafe(self._ask(address), self._loop)
             if (now := time.monotonic()) >= self._glance_at:
                 self._glance_at = now + ASK_S
                 wait([asked], GLANCE_S)
-        return address in self._known
+        return self._known.get(address)
 
     def forget(self, address: str) -> None:
         """Another engine may be there by now."""

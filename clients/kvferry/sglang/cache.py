@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder
 from kvferry.manifest.encoding import OF_DTYPE, OPAQUE
 from kvferry.parts import Describing, Part
+from kvferry.tables import BlockTable
 
 GROUP = "0"
+POOLS = "full_kv_pool", "swa_kv_pool"
+"""Parts of a cache that is of several pools, each a group: of whole prompts, and of sliding windows."""
 AXES = {"nhd": ("block", "slot", "head", "dim"), "hnd": ("block", "head", "slot", "dim")}
 """The axes of keys and values, by SGLang's name of the layout."""
 ELEMENTS = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -40,24 +45,30 @@ def scales(cache_dtype: str, path: str | None) -> dict[str, str]:
         return {}  # SGLang takes 1 for all of them
 
 
+def tables_of(num_tokens: int, page_size: int, *pages: Any) -> dict[str, BlockTable]:
+    """The tables of pages that hold the last of these tokens, by group: SGLang says no more of them."""
+    stop = -(-num_tokens // page_size)
+    return {str(at): BlockTable.of(np.array(ids), (stop - len(ids)) * page_size) for at, ids in enumerate(pages)}
+
+
 def describe(
-    builder: ManifestBuilder, pool: Any, rank: int, ranks: int, heads: Callable[[int], int], cache_dtype: str
-) -> None:
-    """Add the pool's layers to the manifest. heads: how many KV heads a layer has on all ranks. cache_dtype: SGLang's
-    name of the cache type. Raises KvferryError (`unknown_layout`, `unknown_heads`)."""
-    page = pool.page_size
-    blocks = pool.size // page + 1  # page 0 takes what padding writes
-    builder.group(GROUP, num_blocks=blocks, block_size=page)
+    builder: ManifestBuilder, cache: Any, window: int, rank: int, ranks: int, heads: Callable[[int], int],
+    cache_dtype: str,
+) -> None:  # fmt: skip
+    """Add the cache's pools, each a group, and their layers to the manifest. window: tokens that a sliding window has,
+    the newest included. heads: how many KV heads a layer has on all ranks. cache_dtype: SGLang's name of the cache
+    type. Raises KvferryError (`unknown_layout`, `unknown_heads`)."""
     describing = Describing(builder, rank, ranks)
-    for layer in range(pool.layer_num):
-        number = pool.start_layer + layer
-        if hasattr(pool, "kv_buffer"):
-            parts = [_latent(pool, layer, blocks, cache_dtype)]
-        else:
-            total = heads(number)
-            parts = _keys_and_values(pool, layer, blocks, min(ranks, total), cache_dtype)
-            _check_heads(parts, number, total, ranks)
-        describing.add(GROUP, number, parts, f"layer {number}")
+    pools = [getattr(cache, name) for name in POOLS if hasattr(cache, name)] or [cache]
+    for group, pool in enumerate(pools):
+        blocks = pool.size // pool.page_size + 1  # page 0 takes what padding writes
+        builder.group(str(group), num_blocks=blocks, block_size=pool.page_size, window=window if group else None)
+        for layer, number in enumerate(pool.model_layer_ids):
+            if hasattr(pool, "kv_buffer"):
+                parts = [_latent(pool, layer, blocks, cache_dtype)]
+            else:
+                parts = _keys_and_values(pool, layer, blocks, ranks, heads(number), cache_dtype)
+            describing.add(str(group), number, parts, f"layer {number}")
 
 
 def _latent(pool: Any, layer: int, blocks: int, cache_dtype: str) -> Part:
@@ -70,7 +81,9 @@ def _latent(pool: Any, layer: int, blocks: int, cache_dtype: str) -> Part:
     return Part("kv", view, ("block", "slot", "head", "content"), "head", 1, means)
 
 
-def _keys_and_values(pool: Any, layer: int, blocks: int, shards: int, cache_dtype: str) -> list[Part]:
+def _keys_and_values(pool: Any, layer: int, blocks: int, ranks: int, total: int, cache_dtype: str) -> list[Part]:
+    """A rank has its share of the layer's own heads, so many in all, or it is not known which it has. Raises
+    KvferryError (`unknown_layout`, `unknown_heads`)."""
     axes = AXES.get(pool.kv_cache_layout)
     if axes is None:
         what = f"the cache's layout {pool.kv_cache_layout} is not known"
@@ -81,15 +94,10 @@ def _keys_and_values(pool: Any, layer: int, blocks: int, shards: int, cache_dtyp
         view = buffer
         if axes[1] == "slot":
             view = buffer[: blocks * pool.page_size].view(blocks, pool.page_size, *buffer.shape[1:])
-        found.append(Part(name, view, axes, "head", shards, means))
-    return found
-
-
-def _check_heads(parts: Sequence[Part], layer: int, total: int, ranks: int) -> None:
-    """A rank has its share of the layer's own heads, or it is not known which it has. Raises KvferryError
-    (`unknown_heads`)."""
-    held = {part.view.shape[part.axes.index("head")] for part in parts}
-    if held != {max(1, total // ranks)}:
-        what = f"layer {layer} has {total} KV heads, and each of {ranks} ranks keeps {sorted(held)} of them"
+        found.append(Part(name, view, axes, "head", min(ranks, total), means))
+    held = sorted({part.view.shape[axes.index("head")] for part in found})
+    if held != [max(1, total // ranks)]:
+        what = f"layer {pool.model_layer_ids[layer]} has {total} KV heads, and each of {ranks} ranks keeps {held}"
         remedy = "which heads these are cannot be told: report the model and its --tp-size"
-        raise Malformed("unknown_heads", what, field="heads", value=sorted(held), remedy=remedy)
+        raise Malformed("unknown_heads", what, field="heads", value=held, remedy=remedy)
+    return found

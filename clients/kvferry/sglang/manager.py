@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager, KVArgs
+from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager, KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -43,9 +43,8 @@ class Manager(BaseKVManager):
 
     def __init__(self, args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs, *_: object) -> None:
         _check(args, mode, arguments)
-        self.kv_args = args
-        self.rank = rank = this_rank()
-        rank.register(arguments, args.kv_cache_dtype_str)
+        self.kv_args, self.rank = args, this_rank()
+        self.rank.register(arguments, args.kv_cache_dtype_str)
         self.senders: WeakValueDictionary[int, Sender] = WeakValueDictionary()
         """By room. Only this one publishes what a room names and takes it back: a client may send a room twice."""
         self.timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
@@ -55,7 +54,7 @@ class Manager(BaseKVManager):
         self.sources = Sources()
         self._draining: defaultdict[int, list[Receiver]] = defaultdict(list)
         """Receivers that have failed, by room: SGLang keeps their blocks until they are quiet."""
-        if mode is DisaggregationMode.PREFILL and rank.number == 0:
+        if mode is DisaggregationMode.PREFILL and (rank := self.rank).number == 0:
             source = SourceBody(engine_id=rank.engine_id, address=rank.daemon.peer_address)
             said = Prefill(sources=[source], kv_cache_dtype=args.kv_cache_dtype_str, encoding=rank.encoding)
             answer(get_serving().host, get_disagg().disaggregation_bootstrap_port, rank.dp_number, rank.dp_count, said)
@@ -71,10 +70,9 @@ class Manager(BaseKVManager):
     def try_ensure_parallel_info(self, address: str) -> bool:
         """Whether it is known which engine prefills at a bootstrap address. Called by decode's scheduler, which must
         not wait for an engine that is gone."""
-        if not self.sources.ensure(address) or (prefill := self.sources.get(address)) is None:
-            return False
-        self.prefill_info_table[address] = replace(PREFILL, dp_size=len(prefill.sources))
-        return True
+        if (prefill := self.sources.ensure(address)) is not None:
+            self.prefill_info_table[address] = replace(PREFILL, dp_size=len(prefill.sources))
+        return prefill is not None
 
     def source(self, address: str, dp_rank: int) -> SourceBody | None:
         """The engine that is this DP rank at a bootstrap address, where it is known. Raises KvferryError
@@ -124,6 +122,7 @@ class BootstrapServer(BaseKVBootstrapServer):
 def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> None:
     """Raises KvferryError (`unsupported_engine`)."""
     parallel, disagg = get_parallel(), get_disagg()
+    states = [each for each in args.state_types if each is not StateType.SWA]
     several = mode is DisaggregationMode.PREFILL and parallel.num_dp_ranks > 1
     refused = {
         "pipeline parallelism of decode": mode is DisaggregationMode.DECODE and parallel.pp_size > 1,
@@ -132,7 +131,7 @@ def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> Non
             several and parallel.load_balance_method != "follow_bootstrap_room",
         "context parallelism": max(parallel.attn_cp_size, parallel.dcp_size) > 1,
         "a draft model's cache": args.num_draft_entries > 0,
-        f"states ({', '.join(each.value for each in args.state_types)})": bool(args.state_types),
+        f"states ({', '.join(each.value for each in states)})": bool(states),
         "--disaggregation-decode-allocation-policy prefill_complete":
             disagg.disaggregation_decode_allocation_policy != "early",
         "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import pkgutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -101,11 +100,8 @@ def _rank() -> Any:
     return this_rank() if chosen() else None
 
 
-def _place(create: Callable[[Any], None], pool: Any) -> None:
-    if rank := _rank():
-        rank.place(create, pool)
-    else:
-        create(pool)
+def _place(create: Callable[[Any], Any], pool: Any) -> Any:
+    return rank.place(create, pool) if (rank := _rank()) else create(pool)
 
 
 def _number(broadcast: Callable[..., Any], receiver: Any, recv_reqs: Any, *rest: Any, **more: Any) -> Any:
@@ -121,10 +117,9 @@ def _bind_sender(created: bool, queue: Any, req: Any, *_: object, **__: object) 
 
 
 def _bind_receiver(create: Callable[..., Any], queue: Any, req: Any, *rest: object, **more: object) -> Any:
-    from kvferry.sglang.manager import Manager
     from kvferry.sglang.prompt import HOST, PORT
 
-    if isinstance(queue.kv_manager, Manager) and req.bootstrap_host is None:  # SGLang's scheduler would end by that
+    if req.bootstrap_host is None and _rank():  # SGLang's scheduler would end by that
         req.bootstrap_host, req.bootstrap_port = HOST, PORT
     decode_req = create(queue, req, *rest, **more)
     _bind(decode_req.kv_receiver, req)
@@ -137,11 +132,9 @@ def _bind(end: Any, req: Any) -> None:
         end.bind(req)
 
 
-def _release_when_quiet(queue: Any) -> None:
+def _note_queue(queue: Any) -> None:
     if rank := _rank():
         rank.queue = queue
-        queue.transfer_queue.enable_deferred_kv_release = True
-        queue.transfer_queue.deferred_kv_release_timeout = math.inf
 
 
 def _wait_when_idle(_: None, scheduler: Any) -> None:
@@ -196,8 +189,9 @@ HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender": (("self", "req"), _bind_sender, "AFTER"),
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue":
         (("self", "req"), _bind_receiver, "AROUND"),
-    # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": (("self",), _release_when_quiet, "BEFORE"),
+    # A manager is told addresses, and neither the pools that have them nor how far windows reach.
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": (("self",), _note_queue, "BEFORE"),
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": (("self",), _note_queue, "BEFORE"),
     # SGLang keeps a core busy, which the daemons need, where it has nothing to compute and waits for transfers.
     f"{SCHEDULER}.on_idle": (("self",), _wait_when_idle, "AFTER"),
     # KV is bound to the weights that computed it. A session writes them between its begin and its end, also by itself.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import socket
 import uuid
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_model, get_parallel, get_serving
 from transformers import AutoConfig
 
@@ -41,9 +43,11 @@ class Rank:
 
     def __init__(self) -> None:
         parallel, self.options = get_parallel(), Options.read()
+        # SGLang frees the blocks of a failed request after 30 s even where they may still be written.
+        envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.set(True)
+        envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.set(math.inf)
         self._tp = parallel.attn_tp_size
-        self.number = parallel.pp_rank * self._tp + parallel.attn_tp_rank
-        self.count = parallel.pp_size * self._tp
+        self.number, self.count = parallel.pp_rank * self._tp + parallel.attn_tp_rank, parallel.pp_size * self._tp
         self.dp_number, self.dp_count = parallel.dp_rank or parallel.attn_dp_rank, parallel.num_dp_ranks
         said = self.options.engine_id or f"sglang-{socket.gethostname()}-{get_serving().port}", uuid.uuid4().hex
         name, self._epoch = parallel.attn_tp_group.broadcast_object(parallel.pp_group.broadcast_object(said))
@@ -63,25 +67,22 @@ class Rank:
         self.numbers = itertools.count(1)
         """Of requests. The first rank gives them."""
         self.queue: Any = None
-        """SGLang's queue of requests that decode has yet to give pages; it has the scheduler."""
-        self._region: SharedRegion | CudaRegion | None = None
-        self._pool: Any = None
-        self.encoding = ""
-        """The cache's, once it is registered."""
+        """SGLang's of requests that nothing has been done for, once it is made; it has the cache and the scheduler."""
+        self._regions: list[SharedRegion | CudaRegion] = []
+        """One for each pool of the cache."""
         log.info("rank %d of %d of %s is attached to the daemon on %s", self.number, self.count, self.engine_id, path)
 
     def place(self, create: Callable[[Any], None], pool: Any) -> None:
         """Let the pool's `create` allocate in the daemon's memory. Raises KvferryError."""
-        if self._pool is not None:
-            raise unsupported("a second pool of KV (a draft model's; a sliding window's: --disable-hybrid-swa-memory)")
-        self._pool, buffers = pool, buffers_of(partial(create, pool))
-        self._region = self.daemon.allocate(region_nbytes(buffers, torch.device(pool.device).type))
-        with placed(self._region, buffers):
+        buffers = buffers_of(partial(create, pool))
+        nbytes = region_nbytes(buffers, torch.device(pool.device).type)
+        self._regions.append(self.daemon.allocate(nbytes, len(self._regions)))
+        with placed(self._regions[-1], buffers):
             create(pool)
 
     def register(self, arguments: ServerArgs, cache_dtype: str) -> None:
         """Describe the cache to the daemon. cache_dtype: SGLang's name of its type. Raises KvferryError."""
-        if self._region is None:
+        if not self._regions:
             raise unsupported("a cache that is neither MHATokenToKVPool nor MLATokenToKVPool")
         model = ModelConfig.from_server_args(arguments)
         seed = arguments.random_seed if arguments.load_format == "dummy" else None
@@ -94,8 +95,11 @@ class Rank:
         builder = ManifestBuilder(
             self.engine_id, self._epoch, ModelInfo(name=model.model_path, fingerprint=fingerprint), rank=self.number,
             world_size=self.count, parallel={"tp": self._tp, "pp": self.count // self._tp},
-        ).region(0, self._region.kind, nbytes=self._region.nbytes, address=self._region.address)  # fmt: skip
-        describe(builder, self._pool, self.number % self._tp, self._tp, _heads(model), cache_dtype)
+        )  # fmt: skip
+        for at, region in enumerate(self._regions):
+            builder.region(at, region.kind, nbytes=region.nbytes, address=region.address)
+        cache, window = self.queue.token_to_kv_pool, 1 + (self.queue.scheduler.sliding_window_size or 0)
+        describe(builder, cache, window, self.number % self._tp, self._tp, _heads(model), cache_dtype)
         manifest = builder.build()
         self.encoding = manifest.components[0].meaning
         if self.on_gpu:
@@ -117,7 +121,7 @@ class Rank:
 
     @property
     def on_gpu(self) -> bool:
-        return isinstance(self._region, CudaRegion)
+        return any(isinstance(region, CudaRegion) for region in self._regions)
 
     def written(self) -> Fence | None:
         """A fence behind all that was computed until now: to publish after."""

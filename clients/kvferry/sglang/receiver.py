@@ -14,11 +14,11 @@ from kvferry.blocking import Receipt
 from kvferry.engine import Unsettled
 from kvferry.errors import Conflict, KvferryError
 from kvferry.handoff import Origin
-from kvferry.sglang.cache import GROUP
+from kvferry.sglang.cache import GROUP, tables_of
 from kvferry.sglang.manager import PREFILL, Manager
 from kvferry.sglang.prompt import ADDRESS, Prompt, handed_over, lease_of, number_of
 from kvferry.sglang.sender import reason
-from kvferry.tables import BlockTable
+from kvferry.tables import Tables
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -42,7 +42,7 @@ class Receiver(BaseKVReceiver):
         self._first_token: int | None = None
         """Known where another kind of engine has prefilled; otherwise it comes with the KV."""
         self._aux = self._attempt = 0
-        self._table: BlockTable | None = None
+        self._tables: Tables | None = None
         self._under_way: Any = None
         """A CUDA event behind the steps that may still write to these pages: a request that had them has ended."""
         self._receipt: Receipt | None = None
@@ -78,24 +78,25 @@ class Receiver(BaseKVReceiver):
         decode_prefix_len: int | None = None, destination: KVTransferDestination = KVTransferDestination.DEVICE,
     ) -> None:  # fmt: skip
         """SGLang has allocated these pages for what follows the first `decode_prefix_len` tokens, which it has."""
-        self._aux, self._table = aux_index or 0, BlockTable.of(kv_indices.tolist(), decode_prefix_len or 0)
+        page_size, self._aux = self.kv_mgr.kv_args.page_size, aux_index or 0
+        self._tables = tables_of(self._prompt.num_tokens, page_size, kv_indices, *(state_indices or ()))
         if (rank := self.kv_mgr.rank).on_gpu and rank.queue.scheduler.enable_overlap:
             self._under_way = rank.queue.scheduler.forward_stream.record_event()
         self._receive_once_written()
 
     def _receive_once_written(self) -> None:
         """Order the receive, unless this has failed or a step is still under way: SGLang polls again."""
-        manager, origin, table = self.kv_mgr, self._origin, self._table
-        if self.conclude_state is not None or table is None or (self._under_way and not self._under_way.query()):
+        manager, origin, tables = self.kv_mgr, self._origin, self._tables
+        if self.conclude_state is not None or tables is None or (self._under_way and not self._under_way.query()):
             return
         assert origin is not None
-        self._table, first = None, table.first_token
+        self._tables, first = None, tables[GROUP].first_token
         try:
             if first and manager.rank.weights.replaced_since(manager.rank.cached_since):
                 why = f"other weights, which have been replaced, computed the first {first} tokens, which are cached"
                 raise Conflict("mixed_weights", why, remedy="flush the cache after each update")
             self._receipt = manager.rank.daemon.receive(
-                origin.request_id, {GROUP: table}, (first, origin.num_tokens), source=origin.source,
+                origin.request_id, tables, (first, origin.num_tokens), source=origin.source,
                 deadline_s=manager.timeout_s, digest=origin.digest, attempt=self._attempt,
             )  # fmt: skip
             manager.rank.idle.wake_after(self._receipt)

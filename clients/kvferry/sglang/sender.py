@@ -15,13 +15,12 @@ from kvferry.engine import Unsettled
 from kvferry.errors import Conflict, KvferryError
 from kvferry.memory.fences import Fence
 from kvferry.schemas import LeaseState
-from kvferry.sglang.cache import GROUP
+from kvferry.sglang.cache import tables_of
 from kvferry.sglang.prompt import Prompt, lease_of, number_of
-from kvferry.tables import BlockTable
+from kvferry.tables import Tables
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import torch
     from sglang.srt.managers.schedule_batch import Req
 
     from kvferry.sglang.manager import Manager
@@ -40,8 +39,8 @@ class Sender(BaseKVSender):
     The scheduler calls, and waits only where it takes pages back: the daemon's answers come to the client's event loop.
     """
 
-    _early_send_wait_event: torch.cuda.Event | None = None
-    """Set by SGLang when it sends what an earlier step may still be writing."""
+    _early_send_wait_event: Any = None
+    """A CUDA event, set by SGLang when it sends what an earlier step may still be writing."""
 
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, **_: object) -> None:
         self.kv_mgr, self._room, self._daemon = mgr, bootstrap_room, mgr.rank.daemon
@@ -82,18 +81,20 @@ class Sender(BaseKVSender):
         """These pages are written. With the last ones goes the first token."""
         if self._aborted:
             return
-        self._began = self._began or time.monotonic()
         self._pages.extend(kv_indices.tolist())
-        last = len(self._pages) >= self._expected
-        num_tokens = self._prompt.num_tokens if last else len(self._pages) * self.kv_mgr.kv_args.page_size
+        last, page_size = len(self._pages) >= self._expected, self.kv_mgr.kv_args.page_size
+        if not last and self.kv_mgr.kv_args.state_types:  # the pages of windows come with the last ones
+            return
+        self._began = self._began or time.monotonic()
+        num_tokens = self._prompt.num_tokens if last else len(self._pages) * page_size
         metadata = b"".join(ctypes.string_at(*row) for row in self.kv_mgr.aux_rows(self._aux)) if last else b""
         if self._early_send_wait_event is not None:
             self._early_send_wait_event.wait()
             self._early_send_wait_event = None
-        rank, table = self.kv_mgr.rank, BlockTable.of(self._pages)
+        rank, tables = self.kv_mgr.rank, tables_of(num_tokens, page_size, self._pages, *(state_indices or ()))
         weights = rank.weights.of(min(self._begun, rank.cached_since))  # the oldest step that computed any of it
         try:
-            end = self._daemon.start(self._publish(table, num_tokens, last, metadata, weights, rank.written()))
+            end = self._daemon.start(self._publish(tables, num_tokens, last, metadata, weights, rank.written()))
         except KvferryError as error:  # the client is closed
             self._fail(reason(error))
             return
@@ -102,14 +103,14 @@ class Sender(BaseKVSender):
             rank.idle.wake_after(end)
 
     async def _publish(
-        self, table: BlockTable, num_tokens: int, last: bool, metadata: bytes, weights: str, after: Fence | None
+        self, tables: Tables, num_tokens: int, last: bool, metadata: bytes, weights: str, after: Fence | None
     ) -> LeaseState:
         """Returns how the lease has ended, after the last publish."""
         try:
             if self._aborted:
                 return LeaseState.REVOKED
             lease = await self._daemon.client.publish(
-                self._name, {GROUP: table}, num_tokens, more=not last, metadata=metadata, after=after,
+                self._name, tables, num_tokens, more=not last, metadata=metadata, after=after,
                 digest=self._prompt.digest, lease=self._number, ttl_s=self.kv_mgr.rank.options.lease_ttl_s,
                 withdraw=last, weights=weights,
             )  # fmt: skip
@@ -159,12 +160,11 @@ class Sender(BaseKVSender):
             log.debug("%s", error)
 
     async def _tell_readers(self) -> None:
-        if self.kv_mgr.senders.get(self._room) is not self:  # its lease has ended: another's may be there
-            return
-        try:
-            await self._daemon.client.withdraw(self._name)
-        finally:
-            self.kv_mgr.senders.pop(self._room, None)
+        if self.kv_mgr.senders.get(self._room) is self:  # else its lease has ended: another's may be there
+            try:
+                await self._daemon.client.withdraw(self._name)
+            finally:
+                self.kv_mgr.senders.pop(self._room, None)
 
     def failure_exception(self) -> None:
         """Raises why this failed; on the other ranks, which end with it, that it was another one. SGLang takes their
