@@ -844,6 +844,11 @@ def test_an_order_that_waited_and_has_ended_is_missed_by_its_reservation() -> No
     assert codes(it.on(reserved(1, RANK_1))) == [SILENT.code]
 
 
+def test_an_attempt_that_was_under_way_and_has_ended_is_missed_by_nothing() -> None:
+    it = requests_of(re.Handed(RANK_1, "r", Attempt(1), Order()), reserved(1, RANK_1))
+    assert it.on(re.Ended(1, SILENT)) == [re.TellEnded(1)]
+
+
 def test_another_daemon_of_rank_0_ends_what_the_one_before_has_handed_on() -> None:
     it = requests_of(
         re.Handed(RANK_1, "r", Attempt(1), Order(leader="i1")), re.Handed(RANK_1, "s", Attempt(1), Order(leader="i2")),
@@ -1128,6 +1133,16 @@ def test_a_publish_that_nobody_waits_for_is_settled_by_the_abort_behind_it() -> 
     assert book.on(be.Answered(abort.id)) == [be.Quiet("call")]
 
 
+def test_a_publish_that_nobody_waits_for_is_the_last_of_its_lease() -> None:
+    book = Book()
+    book.on(be.Answered(sends(book, be.Publish("first", "lease", "r", more=True))))
+    sends(book, be.Publish("second", "lease", "r", more=True))
+    book.on(be.Leave("second"))
+    (sent,) = book.on(be.Publish("third", "another", "r", more=True))
+    assert isinstance(sent, be.Send)
+    assert (sent.number, sent.lease) == (2, "another")
+
+
 def test_a_publish_that_withdraws_is_refused_for_its_own_reason() -> None:
     book = Book()
     book.on(be.Answered(sends(book, be.Publish("first", "lease", "r", more=True))))
@@ -1179,6 +1194,15 @@ def test_what_was_published_in_part_is_cut_by_other_weights_until_it_is_aborted(
 
 
 # ---- sources ----
+
+
+def test_a_request_is_published_anew_though_so_many_leases_are_held() -> None:
+    source = ByEvents(limit=1)
+    source.publish()
+    with pytest.raises(Full):
+        source.publish("s")
+    source.publish(number=2)
+    assert (source.lease().number, len(source.source.leases)) == (2, 1)
 
 
 def test_a_lease_that_a_reader_waits_for_or_has_open_is_not_announced() -> None:
@@ -1552,6 +1576,16 @@ def test_a_rank_reads_in_the_highest_attempt_that_it_has_said() -> None:
         reader = source.reader()
         reader.closes(reader.opens(attempt=opened), attempt=closed)
         assert [(each.state, each.attempt) for each in source.account().readers] == [("read", max(opened, closed))]
+
+
+def test_an_engine_is_in_the_attempt_that_was_counted_last() -> None:
+    source = ByEvents()
+    source.publish()
+    engine, tables = (source.reader(ReaderId("wide", "1", rank, 2)) for rank in (0, 1))
+    readings = engine.opens(attempt=1), tables.opens(attempt=1, by="one")
+    engine.closes(readings[0], attempt=1)
+    tables.closes(readings[1], attempt=1, by="one")
+    assert [(each.who.rank, each.state) for each in source.account().readers] == [(1, "read")]
 
 
 def test_a_rank_that_finishes_again_has_read_what_it_had_read() -> None:

@@ -109,6 +109,15 @@ def test_a_renewal_that_joins_a_handshake_asks_once_more() -> None:
     assert [each.why.code for each in refused] == ["peer_lost"], "its peer has been replaced"
 
 
+def test_an_order_begins_the_handshake_of_all_who_ask_once_more() -> None:
+    it, elsewhere = Peers("own", 10.0), pe.Home("9", ("elsewhere",))
+    number = shake(it.on(pe.Get(1, "p", "h", ordered=False), 0.0))
+    for asker, ordered in ((2, False), (3, True), (4, False)):
+        it.on(pe.Get(asker, "p", "h", epoch="2", ordered=ordered), 0.0)
+    number = shake(it.on(pe.Met(number, HOME), 0.0))
+    assert it.in_the_way(number, elsewhere) is None, "an engine that nobody has ordered gives way"
+
+
 def test_an_engine_does_not_read_from_itself() -> None:
     (refused,) = Peers("own", 10.0).on(pe.Get(1, "own", "h"), 0.0)
     assert isinstance(refused, pe.Refused)
@@ -148,8 +157,9 @@ def test_nobody_is_asked_or_answered_otherwise_once_our_engine_has_ended() -> No
     number = shake(it.on(pe.Get(2, "q", "elsewhere"), 0.0))
     it.on(pe.Want(("x",)), 0.0)
     it.on(pe.Named(("", "x"), "r", "x"), 0.0)
-    over = PeerFailed("peer_lost", "our engine has ended")
+    over, peer = PeerFailed("peer_lost", "our engine has ended"), it.known("p")
     effects = it.on(pe.Shut(over), 0.0)
+    assert peer is not None and peer.stale, "who has it sees that it is given to nobody any more"
     assert pe.Stop(number) in effects and pe.Close(1) in effects
     assert [each.asker for each in effects if isinstance(each, pe.Refused)] == [2]
     assert len([each for each in effects if isinstance(each, pe.Shaken)]) == 2
@@ -477,6 +487,11 @@ def keeps(*events: ke.KeeperEvent, now: float = 1.0) -> Keeper:
     return it
 
 
+def test_no_other_daemon_is_started_while_the_one_that_is_wished_for_takes_over() -> None:
+    it = keeps(ke.Loaded(2, 5.0), ke.Upgrade(), ke.Loaded(3, 5.0))
+    assert it.on(ke.Died(1, 0, "ended"), 30.0) == [ke.Turn(3, "it was upgraded")]
+
+
 def test_a_daemon_that_stood_by_and_dies_answers_no_wish_that_was_fulfilled() -> None:
     it = keeps(ke.Loaded(2, 5.0), ke.Upgrade(), ke.Loaded(3, 5.0), ke.Died(1, 0, "ended"), ke.Serves(3))
     assert it.daemons[3].state is DaemonState.SERVING
@@ -512,10 +527,22 @@ def test_the_times_of_a_daemon_are_its_own_and_it_is_killed_after_them() -> None
     assert 3 not in it.daemons
 
 
+def test_a_keeper_that_is_told_to_stop_while_nothing_serves_gives_nobody_a_turn() -> None:
+    it = keeps(ke.Died(1, 9, "killed"))
+    it.on(ke.Serves(2), 1.0)
+    it.on(ke.Loaded(2, 5.0), 1.0)
+    it.on(ke.Serves(2), 1.0)
+    it.on(ke.Died(2, 9, "killed"), 1.0)
+    assert it.next.turn == 1.5
+    assert [each for each in it.on(ke.Stop(15), 2.0) if isinstance(each, ke.Turn | ke.Start)] == []
+    assert it.ended
+
+
 def test_daemons_that_do_not_last_have_their_turn_later_each_time() -> None:
     it, now, pauses = keeps(ke.Loaded(2, 5.0)), 1.0, []
     for number in range(1, 9):
-        it.on(ke.Died(number, 9, "killed"), now)
+        said = [each.what for each in it.on(ke.Died(number, 9, "killed"), now) if isinstance(each, ke.Report)]
+        assert len(said) == (number > 1)
         it.on(ke.Loaded(number + 2, 5.0), now)
         pauses.append((it.next.turn or now) - now)
         now += pauses[-1]
