@@ -84,7 +84,7 @@ $(SGLANG_READY): tests/engines/install.py tests/engines/install_sglang.py tests/
 test-sglang: $(READY) $(SGLANG_READY) ## real SGLang engines, behind SGLang's router, and beside vLLM where there is one
 	@$(BIN)/python -m pytest -m engines tests/engines/test_sglang*.py
 
-stepwise: $(READY) ## HOURS=8 of runs of daemons that are drawn from seeds, on all cores; what is new goes to found.jsonl
+stepwise: $(READY) ## HOURS=8 of runs of daemons that are drawn from seeds, on all cores; a seed is printed for each kind of violation
 	@$(BIN)/python tests/unit/seeded.py --hours $${HOURS:-1}
 
 simulate: $(READY) ## the protocol without I/O: HOURS=8 draws runs on all cores, RUNS=8125 so many of each world, SEED=n plays one and prints its transcript

@@ -5,7 +5,7 @@ in the first one: preempted prefills, aborts, reads that fail, streams that brea
 Then they stop, and everything has to end within its bounds. At last each request is prefilled and ordered once more;
 nothing stands in the way of it any more, so all ranks have to be told `done`.
 
-`python seeded.py --hours 8` draws seeds on all cores and writes what it finds; `--seed N` plays one run again.
+`python seeded.py --hours 8` draws seeds on all cores, and prints one for each kind that it finds; `--seed N` plays one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import multiprocessing
 import os
 import random
@@ -24,7 +23,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -817,20 +815,15 @@ def found_by(seed: int) -> tuple[Run, str, str]:
     return run, "", ""
 
 
-def _work(first: int, until: float, runs: int, into: str) -> tuple[int, int, Counter[str]]:
-    """(runs, steps, how often each kind was found); writes each find."""
-    count, steps, kinds = 0, 0, Counter[str]()
-    rng = random.Random(first)
+def drawn(first: int, hours: float, runs: float) -> tuple[int, int, dict[str, int]]:
+    """(runs, steps, the first seed that showed each kind)."""
+    rng, until, count, steps, kinds = random.Random(first), time.monotonic() + 3600 * hours, 0, 0, dict[str, int]()
     with quiet():
         while count < runs and time.monotonic() < until:
-            seed = rng.randrange(SEEDS)
-            run, kind, about = found_by(seed)
+            run, kind, _ = found_by(seed := rng.randrange(SEEDS))
             count, steps = count + 1, steps + run.steps
             if kind:
-                kinds[kind] += 1
-                if kinds[kind] <= 20:
-                    with Path(into).open("a") as file:
-                        file.write(json.dumps({"seed": seed, "kind": kind, "about": about}) + "\n")
+                kinds.setdefault(kind, seed)
     return count, steps, kinds
 
 
@@ -838,25 +831,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="play this run, and print what was done in it")
     parser.add_argument("--hours", type=float, default=1.0)
-    parser.add_argument("--runs", type=int, default=1 << 62, help="for each process, at most")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--into", default="found.jsonl", help="a line of JSON for each violation")
+    parser.add_argument("--runs", type=float, default=float("inf"), help="of each core, at most")
     asked = parser.parse_args()
     if asked.seed is not None:
         with quiet():
             run, kind, about = found_by(asked.seed)
         print(*run.log, about or f"nothing found in {run.steps} steps", sep="\n")
         return bool(kind)
-    began = time.monotonic()
-    work = [(random.randrange(SEEDS), began + 3600 * asked.hours, asked.runs, asked.into)] * asked.processes
-    work = [(random.randrange(SEEDS), *each[1:]) for each in work]
-    with multiprocessing.get_context("spawn").Pool(asked.processes) as pool:
-        done = pool.starmap(_work, work)
-    kinds = sum((each[2] for each in done), Counter[str]())
-    hours = (time.monotonic() - began) / 3600
-    print(f"{sum(each[0] for each in done)} runs, {sum(each[1] for each in done)} steps, {hours:.2f} hours")
-    for kind, times in kinds.most_common():
-        print(f"{times:7} {kind}")
+    work = [(random.SystemRandom().randrange(SEEDS), asked.hours, asked.runs) for _ in range(os.cpu_count() or 1)]
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        done = pool.starmap(drawn, work)
+    kinds = {kind: seed for each in done for kind, seed in each[2].items()}
+    print(f"{sum(each[0] for each in done)} runs, {sum(each[1] for each in done)} steps")
+    print(*(f"{kind}: python tests/unit/seeded.py --seed {seed}" for kind, seed in kinds.items()), sep="\n")
     return bool(kinds)
 
 
