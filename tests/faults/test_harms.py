@@ -1,0 +1,156 @@
+"""Harm to requests is named at the first look after one has failed: by `kvferry status`, `kvferry peers`, /metrics and
+the page, on a desk and a phone, light and dark."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import test_operator_sees as seen
+from authority import DAY, NOW, YEAR, Authority
+from browser import CHROMIUM, CLIPPED, CONTRASTS, PHONE, Browser, browser
+from fleet import TIMEOUT_S, Daemons
+from lives import engine_on, fences_of, reads_from
+from ranks import TestEngine
+from test_metrics_say import metrics
+
+from kvferry.engine import TransferFailed
+from kvferry.schemas import SourceBody
+
+pytestmark = [pytest.mark.anyio, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
+kvferry = seen.kvferry
+HERE = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+async def chrome(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
+    async with browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+@dataclass
+class Place:
+    daemons: Daemons
+    stack: AsyncExitStack
+    folder: Path
+
+    async def met(self) -> tuple[TestEngine, TestEngine]:
+        """`two` that have read: what comes next waits for no handshake."""
+        source, reader = await self.two()
+        await reads_from(reader, source, "before")
+        return source, reader
+
+    async def two(self, there: tuple[str, ...] = (), here: tuple[str, ...] = ()) -> tuple[TestEngine, TestEngine]:
+        """(an engine that is read from, one that reads), each with a daemon of its own, and its flags."""
+        mark = uuid.uuid4().hex[:6]
+        daemons = await asyncio.gather(
+            self.daemons.start(f"p-{mark}", 1, *there), self.daemons.start(f"d-{mark}", 1, *here)
+        )
+        names = ("harm-source", "harm-reader")
+        source, reader = [
+            (await engine_on(self.stack, name, daemon))[0] for name, (daemon,) in zip(names, daemons, strict=True)
+        ]
+        return source, reader
+
+    def proof(self, issuer: Authority, name: str, **more: Any) -> tuple[str, ...]:
+        """The flags of a daemon that this authority vouches for."""
+        parts = {"ca": issuer.certificate} | dict(zip(("cert", "key"), issuer.issue(HERE, **more), strict=True))
+        for kind, part in parts.items():
+            (self.folder / f"{name}-{kind}.pem").write_bytes(part)
+        return tuple(f"--tls-{kind}={self.folder / f'{name}-{kind}.pem'}" for kind in parts)
+
+
+async def stands_still(at: Place) -> tuple[TestEngine, TestEngine]:
+    source, reader = await at.met()
+    at.stack.enter_context(seen.standing_still(source.daemons[0]))
+    return source, reader
+
+
+async def has_died(at: Place) -> tuple[TestEngine, TestEngine]:
+    source, reader = await at.met()
+    source.daemons[0].process.kill()
+    await asyncio.to_thread(source.daemons[0].process.wait, TIMEOUT_S)
+    return source, reader
+
+
+async def has_run_out(at: Place) -> tuple[TestEngine, TestEngine]:
+    ours = Authority("ours")
+    return await at.two(at.proof(ours, "there", until=NOW - DAY), at.proof(ours, "here", until=NOW + YEAR))
+
+
+async def publishes_late(at: Place) -> tuple[TestEngine, TestEngine]:
+    return await at.met()
+
+
+async def has_a_late_fence(at: Place) -> tuple[TestEngine, TestEngine]:
+    source, reader = await at.met()
+    fences = await fences_of(source.ranks[0])
+    at.stack.callback(fences.close)
+    await source.publish("harmed", source.take(50), 50, after=fences.take())
+    return source, reader
+
+
+@dataclass(frozen=True)
+class Harm:
+    """said: in status, in what peers says, and on the page. codes: of the failure, one of which it has."""
+
+    make: Callable[[Place], Awaitable[tuple[TestEngine, TestEngine]]]
+    codes: frozenset[str]
+    status: str
+    peers: str
+    page: str
+    more: dict[str, float] = field(default_factory=dict)
+
+
+NOT_ANSWERED = "harm-source: rank 0 at {peer} has not answered"
+LATE = {"deadline_s": 2.0}
+HARMS = {
+    "a peer that stands still": Harm(
+        stands_still, frozenset({"deadline", "peer_unreachable"}), NOT_ANSWERED, "failing", NOT_ANSWERED, LATE
+    ),
+    "a daemon that has died": Harm(
+        has_died, frozenset({"peer_lost", "peer_unreachable"}), NOT_ANSWERED, "nobody listens at {peer}", NOT_ANSWERED
+    ),
+    "a certificate that has run out": Harm(
+        has_run_out, frozenset({"proof_failed"}), "certificate has expired", "proof_failed", "certificate has expired"
+    ),
+    "a publish that is late": Harm(
+        publishes_late, frozenset({"deadline"}), "1 failed", "publish", "the publish of engine harm-source", LATE
+    ),
+    "a fence that is late": Harm(
+        has_a_late_fence, frozenset({"deadline"}), "1 failed", "publish", "the publish of engine harm-source", LATE
+    ),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS.keys())
+async def test_it_is_named_at_the_first_look(
+    chrome: Browser, daemons: Daemons, stack: AsyncExitStack, kvferry: seen.Kvferry, tmp_path: Path, harm: Harm
+) -> None:
+    source, reader = await harm.make(Place(daemons, stack, tmp_path))
+    daemon, peer = reader.daemons[0], source.daemons[0].peer
+    named = SourceBody(engine_id=source.engine_id, address=peer)
+    with pytest.raises(TransferFailed) as failed:
+        await reader.receive("harmed", reader.take(50), source=named, **harm.more)
+    assert failed.value.code in harm.codes
+    status, peers = [(await kvferry(command, "--daemon", daemon.url))[1] for command in ("status", "peers")]
+    assert harm.status.format(peer=peer) in status
+    assert harm.peers.format(peer=peer) in peers
+    async with httpx.AsyncClient(base_url=daemon.url, trust_env=False) as http:
+        said = await metrics(http)
+    counted = (("code", failed.value.code), ("peer_engine", source.engine_id))
+    assert said["kvferry_transfer_failures_total", counted] == 1
+    for size in ({}, PHONE):
+        for dark in (False, True):
+            async with chrome.watching(daemon.url, dark=dark, **size) as page:
+                text = harm.page.format(peer=peer)
+                assert text in await page.value("document.body.innerText"), "what the first answers say is drawn"
+                await page.until("document.getElementById('failing').innerText === '1 failure in 5 min'")
+                assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
