@@ -30,6 +30,11 @@ DONE = {
 """Of each run: what it has to do, and does. A keeper that is told to stop is not asked for more."""
 MOST = 10_000
 """Seeds that a planted fault is looked for in."""
+NEAR = {
+    "a publish drops what ranks have closed of later leases": 1189,
+    "an order that is about to end is joined by a lower reservation": 570,
+}
+"""The seeds with which long searches begin; all others are tried after them."""
 PLANTED = {
     "source": planted_source.PLANTED,
     "keeper": planted_keeper.PLANTED,
@@ -65,7 +70,7 @@ def test_what_is_broken_on_purpose_is_found(monkeypatch: pytest.MonkeyPatch, wor
     monkeypatch.setattr(kind, name, broken)
     found = Found(world)
     while not found.kinds and found.runs < MOST:
-        played(found.runs, found)
+        played((NEAR.get(fault, 0) + found.runs) % MOST, found)
     assert found.kinds
     ((why, seed),) = found.kinds.items()
     print(f"seed {seed}: {why}")
