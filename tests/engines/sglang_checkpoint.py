@@ -38,7 +38,10 @@ CONFIGS = {
 
 def main(kind: str, folder: str) -> None:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS[kind]()).float().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).float()
+    if kind in ("windowed", "pools"):  # SGLang ties Gemma's embeddings: larger ones only say the last token again
+        model.get_input_embeddings().weight.data /= 10
+    model.save_pretrained(folder)
     if kind == "pools":
         path = Path(folder, "config.json")
         path.write_text(path.read_text().replace("Gemma3ForCausalLM", "Gemma3OfTwoPools"))

@@ -27,6 +27,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "DP ranks on two hosts": {"num_dp_ranks": 2, "nnodes": 2},
     "draft model": {"num_draft_entries": 1},
     "state": {"state_types": [StateType.MAMBA]},
+    "windows in a pool of their own": {"state_types": [StateType.SWA]},
     "elastic": {"flags": ["--elastic-ep-backend", "mooncake"]},
     "stripes": {"flags": ["--enable-kv-cache-sharding"]},
     "saver": {"flags": ["--enable-memory-saver"]},

@@ -82,6 +82,7 @@ def test_what_is_not_carried_is_refused_at_the_start_by_name() -> None:
             "DP ranks on two hosts": "prefill's DP ranks on several hosts",
             "draft model": "a draft model's cache",
             "state": "states (mamba)",
+            "windows in a pool of their own": "states (swa)",
             "elastic": "--elastic-ep-backend",
             "stripes": "--enable-kv-cache-sharding",
             "saver": "--enable-memory-saver",
