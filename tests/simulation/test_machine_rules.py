@@ -1519,6 +1519,9 @@ def test_a_lease_is_for_readers_for_as_long_as_it_was_published() -> None:
     source.publish(num_tokens=8, more=True, ttl_s=5.0)
     source.wait(4.0)
     assert (source.state(), source.account().expires_in_s) == (LeaseState.PUBLISHING, 1.0)
+    number = source.publish(num_tokens=9, more=True, ttl_s=5.0, fence=1)
+    assert source.account().expires_in_s == 5.0
+    source.on(e.FenceOver("r", number, 1))
     reader = source.reader()
     reading = reader.opens()
     source.wait(60.0)

@@ -168,12 +168,12 @@ class Book:
         if isinstance(call, Receive):
             call.given_up = True
             return self._given_up(call)
-        return [self._withdraw(call)] if isinstance(call.said, e.Publish) and call.why is None else []
+        going = isinstance(call.said, e.Publish) and call.why is None
+        return [self._withdraw(call, values.aborted(call.request_id))] if going else []
 
-    def _withdraw(self, call: Call) -> e.Effect:
+    def _withdraw(self, call: Call, why: KvferryError) -> e.Effect:
         """Abort the request, behind its publish on the stream: that settles the call."""
-        assert isinstance(call.said, e.Publish)
-        request_id, id = call.said.request_id, next(self._ids)
+        request_id, id, call.why = call.request_id, next(self._ids), why
         self._counted.pop(request_id, None)
         self._settling[id] = call
         return e.SendAbort(id, request_id)
@@ -189,7 +189,8 @@ class Book:
 
     def _answered(self, answer: e.Answered) -> Effects:
         if (settled := self._settling.pop(answer.id, None)) is not None:
-            return self._tell(settled, e.Refused(settled.said.call, settled.why or values.aborted("")))
+            assert settled.why is not None
+            return self._tell(settled, e.Refused(settled.said.call, settled.why))
         if (call := self._sent.pop(answer.id, None)) is None:
             return []
         if isinstance(call, Receive):
@@ -215,8 +216,7 @@ class Book:
                 return [self._send(call)]  # its lease ended while this was on its way: this is another
             problem = values.mixed_weights(said.request_id, self.start.weights)
         if said.withdraw and (said.request_id, lease.number) in self._leases:
-            call.why = problem
-            return [self._withdraw(call)]
+            return [self._withdraw(call, problem)]
         return self._tell(call, e.Refused(said.call, problem))
 
     def _forget(self, request_id: str, lease: Lease) -> None:
