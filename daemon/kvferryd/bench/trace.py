@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.errors import KvferryError, Malformed
+from kvferry.errors import Internal, KvferryError, Malformed
 from kvferry.memory import cuda
 from kvferry.tables import BlockTable
 from kvferryd.bench.gpu import AUTO, DIRECT, MAPPED, STAGED, engines, machine, need_torch, staged_for
@@ -190,7 +190,7 @@ class Replay:
         for row in range(self.pair.model.rows):
             come, go = sent[row][self._came[there]], arrived[row][there]
             if not torch.equal(come, go.to(come.device)):
-                raise KvferryError("wrong_bytes", f"row {row} of the reader's blocks is not what the source published")
+                raise Internal("wrong_bytes", f"row {row} of the reader's blocks is not what the source published")
         return len(there)
 
     async def _one(self, at: float, tokens: int, found: Found) -> None:
