@@ -203,6 +203,17 @@ def test_so_many_places_are_asked_at_a_time_and_so_many_engines_are_known_of() -
     assert (peers_wanted.AT_ONCE, peers_wanted.HAD) == (32, 1_024)
 
 
+def test_a_lost_peer_that_nobody_uses_goes_when_the_next_one_is_met() -> None:
+    for used in (False, True):
+        it = met()
+        if used:
+            it.on(pe.Use(1), 0.0)
+        it.on(pe.Lost(1), 0.0)
+        number = shake(it.on(pe.Get(2, "q", "elsewhere"), 0.0))
+        effects = it.on(pe.Met(number, pe.Home("1", ("elsewhere",))), 0.0)
+        assert (pe.Unload(1) in effects, it.known("p") is None) == (not used, not used)
+
+
 def test_an_engine_that_has_moved_is_wanted_where_it_is_now() -> None:
     it = peers_wanted.Wanted()
     it.met(("e", "a"), 1)
