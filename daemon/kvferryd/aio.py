@@ -279,7 +279,7 @@ class Timer:
 
 class Notes:
     """Lines, metrics and records of requests that are over. They are written when nothing is `busy`, or NOTED_S later,
-    and little at a time. What they have gathered is `written` GATHERED_S later; `flush` does all of it at once."""
+    and little at a time. GATHERED_S later `written` writes what was gathered; `flush` does all of it at once."""
 
     def __init__(self, busy: Callable[[], bool], written: Callable[[], None] = lambda: None) -> None:
         self._busy, self._written = busy, written
