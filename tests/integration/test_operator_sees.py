@@ -164,7 +164,7 @@ async def test_status_says_what_is_wrong_moved_and_held(scene: Scene, kvferry: K
         assert (status, said.splitlines()[0].rpartition(": ")[2]) == (1, "ready, 1 warning")
         assert f"warning: engine seen-source: rank 0 at {scene.there.peer} has not answered" in said
         told = json.loads((await kvferry("status", "--json", "--daemon", scene.here.url))[1])
-        assert told.keys() == {"ready", "info", "engines", "drain", "totals", "peers"}
+        assert told.keys() == {"ready", "info", "engines", "drain", "totals", "peers", "last_failure"}
         assert (await kvferry("status", "--ready", "--daemon", scene.here.url))[0] == 0
     await until(scene.well, "the peer is well again")
 

@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvferry.schemas import DrainStatus, EngineRecord, Info, Readiness, Totals, TransferState
+from kvferry.schemas import DrainStatus, EngineRecord, Info, Readiness, Totals, TransferRecord, TransferState
 from kvferryd.commands.ask import DONE, NOT_SO, client
 from kvferryd.commands.here import Here, all_here, here_text
 from kvferryd.commands.ranks import Rank, ranks_of, ranks_text
-from kvferryd.commands.say import as_json, count, duration, printable, size, table, wrong
+from kvferryd.commands.say import as_json, count, duration, error_line, moment, printable, size, table, wrong
 from kvferryd.config import Config
 
 
@@ -26,12 +26,15 @@ async def status(config: Config, arguments: argparse.Namespace) -> int:
         ready, info, engines, left, totals, peers = await asyncio.gather(
             daemon.ready(), daemon.info(), daemon.engines(), daemon.drain_status(), daemon.totals(), daemon.neighbours()
         )
+        failed = await daemon.transfers(state=TransferState.FAILED, limit=1)
     if arguments.json:
-        told = {"ready": ready, "info": info, "engines": engines, "drain": left, "totals": totals, "peers": peers}
-        as_json(told)
+        as_json({
+            "ready": ready, "info": info, "engines": engines, "drain": left, "totals": totals, "peers": peers,
+            "last_failure": next(iter(failed), None),
+        })  # fmt: skip
     else:
         print(f"kvferry {info.version} at {daemon.url}: {verdict(ready)}")
-        for line in (*wrong(ready), *_figures(info, left, totals)):
+        for line in (*wrong(ready), *_figures(info, left, totals), *map(_last_failure, failed)):
             print(f"  {printable(line)}")
         print(_engines(engines))
         for engine in engines:
@@ -91,6 +94,11 @@ def _figures(info: Info, left: DrainStatus, totals: Totals) -> Iterator[str]:
     if totals.quarantined_bytes or totals.unfreed_bytes:
         rows["held back"] = held_back
     yield from (f"{name:<14} {value}" for name, value in rows.items())
+
+
+def _last_failure(record: TransferRecord) -> str:
+    why = error_line(record.error) if record.error else ""
+    return f"{'last failure':<14} {moment(record.ended_at)}, request {record.request_id}: {why}"
 
 
 def _engines(engines: Sequence[EngineRecord]) -> str:

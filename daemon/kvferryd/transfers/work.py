@@ -191,15 +191,25 @@ class Work:
                 why = f"while waiting for the publish of engine {source}: {so_far}"
                 remedy = "see whether its prefill goes on; raise deadline_ms if it only takes long"
             case None if isinstance(self.machine.do, t.Prove):
-                sources = ", ".join(reader.source.address for reader in self._readers.values())
-                why, remedy = f"while reading at {sources} whether the lease held", UNREADABLE
+                why, remedy = f"while reading at {self._sources} whether the lease held", UNREADABLE
             case Awaited.RANK:
                 why = "while waiting for rank 0 of the same engine to say which lease it reads"
                 remedy = "see that rank's record of the transfer, and whether its daemon stands still"
-            case Awaited.SLOT | Awaited.PACK | None:
+            case Awaited.SLOT:
+                why = f"while waiting for a slot of {ARENA}"
+                remedy = "raise arena_mb, or order fewer transfers at once"
+            case Awaited.PACK:
+                why = f"while waiting for the daemon at {self._sources} to pack"
+                remedy = "see whether its arena is full (raise arena_mb there) or its GPU or CPU busy"
+            case None:
                 why, remedy = f"while {it.state.value}", UNREADABLE
         why = f"the deadline passed {why}"
         return Deadline("deadline", why, field="deadline_ms", value=round(it.ordered_s * 1e3), remedy=remedy)
+
+    @property
+    def _sources(self) -> str:
+        """Addresses of the source ranks that are read."""
+        return ", ".join(reader.source.address for reader in self._readers.values())
 
     @property
     def _unanswered(self) -> list[SourceReader]:
