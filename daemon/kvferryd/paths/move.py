@@ -64,15 +64,17 @@ class Waits:
     def __init__(self) -> None:
         self.what: Awaited | None = Awaited.ORDER
         """The wait that goes on; of either half it is the order until both are there."""
+        self.on = ""
+        """At whom, where that is known before its end."""
         self._before = self._since = time.monotonic()
         """When the wait before began, and this one."""
         self._kept: dict[tuple[Awaited, str, str], tuple[float, float]] = {}
         """When each began first, and its seconds."""
 
-    def turn(self, what: Awaited | None) -> bool:
+    def turn(self, what: Awaited | None, on: str = "") -> bool:
         """This one goes on now. Whether the one before is worth to be kept: `keep` it."""
         self._before = self._since
-        self._since, self.what = time.monotonic(), what
+        self._since, self.what, self.on = time.monotonic(), what, on
         return self.last_s >= LEAST_S
 
     @property

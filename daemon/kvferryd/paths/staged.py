@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -118,8 +118,8 @@ class _Journey:
     left: Left
     slots: int = 0
     """Slots that it has."""
-    awaiting: int = 0
-    """Carriers that await a packed chunk."""
+    awaiting: list[str] = field(default_factory=list)
+    """For each carrier that awaits a packed chunk: the address of the source."""
     busy: int = 0
     """Carriers that read or scatter one."""
 
@@ -131,16 +131,16 @@ class _Journey:
 
     async def _slot(self) -> Slot:
         if not self.slots:
-            self._wait(Awaited.SLOT)
+            self._wait(Awaited.SLOT, ARENA)
         slot = await self.arena.take(Use.READ)
         self.slots += 1
         self._waited(Awaited.SLOT, ARENA)
         return slot
 
-    def _wait(self, what: Awaited) -> None:
-        """Nothing of this transfer moves meanwhile."""
+    def _wait(self, what: Awaited, on: str) -> None:
+        """Nothing of this transfer moves meanwhile. A wait that is cancelled goes on: the deadline ends it."""
         if not self.busy and self.move.waits.what is not what:
-            self.move.waits.turn(what)
+            self.move.waits.turn(what, on)
 
     def _waited(self, what: Awaited, on: str) -> None:
         waits = self.move.waits
@@ -155,17 +155,19 @@ class _Journey:
             stream, index = turn
             coming = stream.want(index)
             while True:
+                address = stream.source.address
                 try:
-                    self.awaiting += 1
-                    self._wait(Awaited.PACK)
+                    self.awaiting.append(address)
+                    self._wait(Awaited.PACK, address)
                     packed, chunk = await coming, stream.chunks[index]
                 except KvferryError:
+                    self._waited(Awaited.PACK, address)
                     if not stream.may_begin_again:
                         raise
                     return next(turns, None)
                 finally:
-                    self.awaiting -= 1
-                    self._waited(Awaited.PACK, stream.source.address)
+                    self.awaiting.remove(address)
+                self._waited(Awaited.PACK, address)
                 self.busy += 1
                 flight = self._read(slot, stream, chunk, packed)
                 await flight.done
@@ -181,7 +183,7 @@ class _Journey:
                 await flight.done
                 self.busy -= 1
                 if self.awaiting:
-                    self._wait(Awaited.PACK)
+                    self._wait(Awaited.PACK, self.awaiting[0])
                 if not onward:
                     return following
         finally:

@@ -26,7 +26,6 @@ from kvferryd.engine import Engine
 from kvferryd.observe import logs
 from kvferryd.paths import Flight, Move
 from kvferryd.paths.checksums import compare
-from kvferryd.paths.move import ARENA
 from kvferryd.paths.source import SourceReader, announced, bound_to
 from kvferryd.peers.peer import PeerEngine, PeerRank
 from kvferryd.peers.peers import Peers
@@ -196,10 +195,10 @@ class Work:
                 why = "while waiting for rank 0 of the same engine to say which lease it reads"
                 remedy = "see that rank's record of the transfer, and whether its daemon stands still"
             case Awaited.SLOT:
-                why = f"while waiting for a slot of {ARENA}"
+                why = f"while waiting for a slot of {it.course.waits.on}"
                 remedy = "raise arena_mb, or order fewer transfers at once"
             case Awaited.PACK:
-                why = f"while waiting for the daemon at {self._sources} to pack"
+                why = f"while waiting for the daemon at {it.course.waits.on} to pack"
                 remedy = "see whether its arena is full (raise arena_mb there) or its GPU or CPU busy"
             case None:
                 why, remedy = f"while {it.state.value}", UNREADABLE
@@ -333,7 +332,7 @@ class Work:
     def _note_wait(self, event: t.TransferEvent) -> None:
         """Keep the wait that this event has ended, if it has."""
         waits, awaits = self._of.course.waits, self.waits_for
-        was = waits.what
+        was, on = waits.what, waits.on
         if awaits is was or not waits.turn(awaits) or was is None:
             return
         match was:
@@ -350,8 +349,8 @@ class Work:
                 waits.keep(Awaited.FENCE if fenced else was, reader.source.address if reader else "")
             case Awaited.RANK:
                 waits.keep(was, "rank 0")
-            case Awaited.SLOT:  # PACK ends where it is awaited
-                waits.keep(was, ARENA)
+            case Awaited.SLOT | Awaited.PACK:
+                waits.keep(was, on)
 
     def _told_last(self, event: t.TransferEvent) -> SourceReader | None:
         """The source rank that was waited for: the one that has just told, or of those that have told the least."""
