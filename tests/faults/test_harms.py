@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from browser import CHROMIUM, CLIPPED, CONTRASTS, PHONE, Browser, browser
 from fleet import TIMEOUT_S, Daemons
 from hog import hog
 from lives import engine_on, fences_of, published, reads_from
-from ranks import TestEngine
+from ranks import Shape, TestEngine
 from test_metrics_say import metrics
 
 from kvferry.engine import TransferFailed
@@ -43,23 +44,25 @@ class Place:
     stack: AsyncExitStack
     folder: Path
 
-    async def met(self) -> tuple[TestEngine, TestEngine]:
+    async def met(self, *flags: str, ranks: int = 1) -> tuple[TestEngine, TestEngine]:
         """`two` that have read: what comes next waits for no handshake."""
-        source, reader = await self.two()
+        source, reader = await self.two(flags, flags, ranks)
         await reads_from(reader, source, "before")
         return source, reader
 
-    async def two(self, there: tuple[str, ...] = (), here: tuple[str, ...] = ()) -> tuple[TestEngine, TestEngine]:
-        """(an engine that is read from, one that reads), each with a daemon of its own, and its flags."""
+    async def two(
+        self, there: tuple[str, ...] = (), here: tuple[str, ...] = (), ranks: int = 1
+    ) -> tuple[TestEngine, TestEngine]:
+        """(an engine of so many ranks that is read from, one of one rank that reads): each rank with a daemon of its
+        own, and its flags."""
         mark = uuid.uuid4().hex[:6]
-        daemons = await asyncio.gather(
-            self.daemons.start(f"p-{mark}", 1, *there), self.daemons.start(f"d-{mark}", 1, *here)
+        sources, (here_alone,) = await asyncio.gather(
+            self.daemons.start(f"p-{mark}", ranks, *there), self.daemons.start(f"d-{mark}", 1, *here)
         )
-        names = ("harm-source", "harm-reader")
-        source, reader = [
-            (await engine_on(self.stack, name, daemon))[0] for name, (daemon,) in zip(names, daemons, strict=True)
-        ]
-        return source, reader
+        source = await TestEngine.start("harm-source", sources, Shape.tp(ranks, num_blocks=16))
+        self.stack.push_async_callback(source.close)
+        await self.daemons.fleet.ready(*sources, timeout_s=TIMEOUT_S, path="/readyz")  # each rank knows of the others
+        return source, (await engine_on(self.stack, "harm-reader", here_alone))[0]
 
     def proof(self, issuer: Authority, name: str, **more: Any) -> tuple[str, ...]:
         """The flags of a daemon that this authority vouches for."""
@@ -69,9 +72,10 @@ class Place:
         return tuple(f"--tls-{kind}={self.folder / f'{name}-{kind}.pem'}" for kind in parts)
 
 
-async def stands_still(at: Place) -> tuple[TestEngine, TestEngine]:
-    source, reader = await at.met()
-    at.stack.enter_context(seen.standing_still(source.daemons[0]))
+async def stands_still(at: Place, ranks: int = 1) -> tuple[TestEngine, TestEngine]:
+    """The last of so many ranks."""
+    source, reader = await at.met(ranks=ranks)
+    at.stack.enter_context(seen.standing_still(source.daemons[-1]))
     return source, reader
 
 
@@ -113,22 +117,29 @@ class Harm:
 
 async def has_a_full_arena(at: Place) -> tuple[TestEngine, TestEngine]:
     """Another reader has all of the source's slots packed, and reads none."""
-    source, reader = await at.two(STAGED, STAGED)
-    await reads_from(reader, source, "before")
+    source, reader = await at.met("--way", "staged", "--arena-mb", "1")
     greedy = await at.stack.enter_async_context(hog(source, reader.ranks[0].manifest, "hog", 100))
     await at.stack.enter_async_context(greedy.holding())
     await published(source, "harmed")
     return source, reader
 
 
-STAGED = ("--way", "staged", "--arena-mb", "1")
 NOT_ANSWERED = "harm-source: rank 0 at {peer} has not answered"
+ONE_NOT_ANSWERED = NOT_ANSWERED.replace("rank 0", "rank 1")
 PUBLISH = "the publish of engine harm-source"
 PACK = "waiting for the daemon at {peer} to pack"
 LATE = {"deadline_s": 2.0}
 HARMS = {
     "a peer that stands still": Harm(
         stands_still, frozenset({"deadline", "peer_unreachable"}), NOT_ANSWERED, "failing", NOT_ANSWERED, LATE
+    ),
+    "one rank of two that stands still": Harm(
+        partial(stands_still, ranks=2),
+        frozenset({"deadline", "peer_unreachable"}),
+        ONE_NOT_ANSWERED,
+        r"harm-source +1 +{peer}",
+        ONE_NOT_ANSWERED,
+        LATE,
     ),
     "a daemon that has died": Harm(
         has_died, frozenset({"peer_lost", "peer_unreachable"}), NOT_ANSWERED, "nobody listens at {peer}", NOT_ANSWERED
@@ -151,8 +162,8 @@ async def test_it_is_named_at_the_first_look(
     chrome: Browser, daemons: Daemons, stack: AsyncExitStack, kvferry: seen.Kvferry, tmp_path: Path, harm: Harm
 ) -> None:
     source, reader = await harm.make(Place(daemons, stack, tmp_path))
-    daemon, peer = reader.daemons[0], source.daemons[0].peer
-    named = SourceBody(engine_id=source.engine_id, address=peer)
+    daemon, peer = reader.daemons[0], source.daemons[-1].peer
+    named = SourceBody(engine_id=source.engine_id, address=source.daemons[0].peer)
     with pytest.raises(TransferFailed) as failed:
         await reader.receive("harmed", reader.take(50), source=named, **harm.more)
     assert failed.value.code in harm.codes
