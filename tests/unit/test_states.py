@@ -26,6 +26,7 @@ from kvferryd.engine.session import Session
 from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.peers import Peers
+from kvferryd.transfers import transfer
 from kvferryd.transfers.order import Order
 from kvferryd.transfers.record import json_of
 from kvferryd.transfers.transfer import Transfer
@@ -51,6 +52,29 @@ def test_a_state_has_ended_when_no_move_is_left(table: object, states: type[T] |
 
 def test_done_is_reached_through_verifying_only() -> None:
     assert [state for state, moves in TRANSFER.items() if T.DONE in moves] == [T.VERIFYING]
+
+
+def test_a_wait_that_spans_two_states_is_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the first chunk of a prefill ends before what is wanted."""
+    clock = [100.0]
+    monkeypatch.setattr(transfer.time, "monotonic", lambda: clock[0])
+    course = transfer.Course()
+
+    def after(seconds: float) -> None:
+        clock[0] += seconds
+
+    after(1.0)
+    course.leave(T.WAITING)
+    course.await_publish(awaited=True)
+    after(2.0)
+    course.leave(T.CONNECTING)
+    assert course.unpublished_since == clock[0], "nothing came since then"
+    after(0.5)
+    course.await_publish(awaited=False)
+    after(0.25)
+    course.leave(T.READING)
+    course.end()
+    assert course.ms == {"waiting": 1e3, "connecting": 0, "waiting_publish": 2.5e3, "reading": 250, "total": 3.75e3}
 
 
 def a_manifest() -> Manifest:

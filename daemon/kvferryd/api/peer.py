@@ -272,8 +272,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         check_request_id(request.request_id)
         record = engine.leases.served(request.request_id, request.lease, who)
         if record is None:
-            why = f"no lease {request.lease} of request {request.request_id} is remembered here that this engine reads"
-            remedy = "ask sooner: the last leases that ended are remembered, with their first readers"
+            why = (
+                f"no lease {request.lease} of request {request.request_id} is remembered here that this engine reads, "
+                "or has read whole"
+            )
+            remedy = "ask while it reads, or soon after: a reader that left is forgotten, and so are old leases"
             raise NotFound("unknown_lease", why, field="lease", value=request.lease, remedy=remedy)
         return peer_pb2.ServedReply(record=record.model_dump_json().encode())
 

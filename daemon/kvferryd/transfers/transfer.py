@@ -51,10 +51,12 @@ class Course:
             self.late_half = Awaited.RESERVATION
 
     def leave(self, state: TransferState) -> None:
-        """The next state begins."""
+        """The next state begins. A wait for a publish that goes on is booked so far, and begins anew."""
+        awaited = self.await_publish(awaited=False)
         now = time.monotonic()
         self.ms[state.value] += 1e3 * (now - self._state_began)
         self._state_began = now
+        self.await_publish(awaited=awaited)
 
     def await_publish(self, *, awaited: bool) -> bool:
         """Whether that is new. The wait is booked as such, and not as time of the state in which it was waited."""

@@ -269,6 +269,8 @@ class Transfers(Book):
     def _note_end(self, transfer: Transfer, read: list[Was], over: bool) -> None:
         """over: on all ranks."""
         share = share_of(transfer)
+        if over:
+            self._note_over(transfer, share)  # before all that might fail: the next daemon takes it for dead
         transfer.tell_sources(share, read)
         source = transfer.order.engine_id if transfer.order else ""
         self._metrics.transfer_ended(share, source)
@@ -303,8 +305,6 @@ class Transfers(Book):
                 source=source, took_ms=round(took_ms, 1), why_slow=why_slow(transfer, waited, share.rank),
                 left_out=left_out, **transfer.trace.about,
             )  # fmt: skip
-        if over:
-            self._note_over(transfer, share)
 
     def _on_over(self, transfer: Transfer) -> None:
         if not transfer.over_number:

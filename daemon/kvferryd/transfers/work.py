@@ -345,7 +345,8 @@ class Work:
                 waits.keep(was, at, max(steps, key=lambda step: steps[step], default=""))
             case Awaited.LEASE | Awaited.PUBLISH:
                 reader = self._told_last(event)
-                fenced = reader is not None and 2 * reader.lease.fenced_s > waits.last_s
+                shown = isinstance(event, t.Told) and isinstance(event.event, r.Update)
+                fenced = shown and reader is not None and 2 * reader.lease.fenced_s > waits.last_s
                 waits.keep(Awaited.FENCE if fenced else was, reader.source.address if reader else "")
             case Awaited.RANK:
                 waits.keep(was, "rank 0")

@@ -45,7 +45,7 @@ const LOOPBACK = /^(localhost$|127\.|\[::1\]$)/;
 // A link to the page of another daemon, at the URL that it gives of itself; its text alone where that is none, or where
 // only a browser on the daemon's own host reaches it and this is another.
 export function pageOf(url, text, fragment = "") {
-  const page = URL.parse(url ?? "");
+  const page = URL.canParse(url ?? "") ? new URL(url) : null;
   const elsewhere = page && LOOPBACK.test(page.hostname) && !LOOPBACK.test(location.hostname);
   if (!page || elsewhere || !/^https?:$/.test(page.protocol)) return make("span", {}, text);
   return make("a", { href: `${page.origin}/${fragment}`, rel: "noreferrer", target: "_blank" }, text);

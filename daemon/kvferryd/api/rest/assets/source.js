@@ -10,10 +10,10 @@ import { size, span } from "./units.js";
 const COLUMNS = ["rank", "read by", "published", "opened", "packed", "closed", "bytes"];
 let asked = "", told = null;
 
-// The elements for this record, as far as they are known. It is asked for once while the transfer is under way, and once
-// more after its end; `changed` is called when there is an answer.
+// The elements for this record, as far as they are known. It is asked for once, again when a lease is known, and again
+// after the end; `changed` is called when there is an answer.
 export function sourceHalf(record, changed) {
-  const question = `${record.transfer_id} ${over(record)}`;
+  const question = `${record.transfer_id} ${record.lease} ${over(record)}`;
   if (asked !== question) {
     if (!asked.startsWith(record.transfer_id)) told = null;
     asked = question;
