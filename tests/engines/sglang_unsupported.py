@@ -32,6 +32,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "stripes": {"flags": ["--enable-kv-cache-sharding"]},
     "saver": {"flags": ["--enable-memory-saver"]},
     "role": {"flags": ["--enable-pd-role-switch"]},
+    "checksum": {"flags": ["--disaggregation-enable-kv-checksum"]},
 }
 
 

@@ -87,6 +87,7 @@ def test_what_is_not_carried_is_refused_at_the_start_by_name() -> None:
             "stripes": "--enable-kv-cache-sharding",
             "saver": "--enable-memory-saver",
             "role": "--enable-pd-role-switch",
+            "checksum": "--disaggregation-enable-kv-checksum",
         }.items()
     }
 

@@ -58,12 +58,12 @@ TRANSFER: Mapping[T, frozenset[T]] = {
     T.FAILED: frozenset(),
     T.ABORTED: frozenset(),
 }
-STEP: Mapping[T, int] = {state: step for step, state in enumerate(T)}
-"""How far a transfer is."""
 """waiting: for the order or the reservation. connecting: handshake and lease; once more when an announcement of the
 lease turns out to be out of date. reading: bytes move. verifying: whether the lease held throughout; done follows only
 from it.
 """
+STEP: Mapping[T, int] = {state: step for step, state in enumerate(T)}
+"""How far a transfer is."""
 State = TypeVar("State", LeaseState, TransferState)
 
 

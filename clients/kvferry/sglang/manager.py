@@ -31,8 +31,15 @@ PREFILL = PrefillServerInfo(
     follow_bootstrap_room=True,
 )  # fmt: skip
 """The answer that SGLang wants of an engine that prefills: any rank may ask it."""
-REFUSED = "enable_memory_saver", "enable_kv_cache_sharding", "elastic_ep_backend", "enable_pd_role_switch"
-"""Options of SGLang that move a cache or divide it in a way that no manifest says, or let ranks come and go."""
+REFUSED = (
+    "enable_memory_saver",
+    "enable_kv_cache_sharding",
+    "elastic_ep_backend",
+    "enable_pd_role_switch",
+    "disaggregation_enable_kv_checksum",
+)
+"""Options of SGLang that move a cache or divide it in a way that no manifest says, let ranks come and go, or compare
+what is not moved: the rest of a page behind its last token."""
 
 
 class Manager(BaseKVManager):

@@ -164,7 +164,7 @@ def _note_adapter(result: Any, manager: Any, lora_ref: Any) -> None:
 
 def _count_step(*_: object, **__: object) -> None:
     if rank := _rank():
-        rank.weights.step += 1
+        rank.begin_step()
 
 
 def _note_flush(flushed: bool, scheduler: Any, *_: object, **__: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import socket
@@ -70,6 +71,8 @@ class Rank:
         """SGLang's of requests that nothing has been done for, once it is made; it has the cache and the scheduler."""
         self._regions: list[SharedRegion | CudaRegion] = []
         """One for each pool of the cache."""
+        self._stream: Any = None
+        """The CUDA stream on which the last step was launched: a pipeline's is not the scheduler's."""
         log.info("rank %d of %d of %s is attached to the daemon on %s", self.number, self.count, self.engine_id, path)
 
     def place(self, create: Callable[[Any], None], pool: Any) -> None:
@@ -125,7 +128,11 @@ class Rank:
 
     def written(self) -> Fence | None:
         """A fence behind all that was computed until now: to publish after."""
-        return self.daemon.written(torch.cuda.current_stream()) if self.on_gpu else None
+        return self.daemon.written(self._stream or torch.cuda.current_stream()) if self.on_gpu else None
+
+    def begin_step(self) -> None:
+        """A batch is about to be launched, on the stream that is current."""
+        self.weights.step, self._stream = self.weights.step + 1, torch.cuda.current_stream() if self.on_gpu else None
 
 
 def _heads(model: ModelConfig) -> Callable[[int], int]:
@@ -143,7 +150,7 @@ def _configuration(model: ModelConfig, arguments: ServerArgs) -> dict[str, Any]:
         )
     except (OSError, ValueError):  # a model that only SGLang knows
         return dict(model.hf_text_config.to_dict())
-    return dict(config.get_text_config().to_dict())
+    return {**config.get_text_config().to_dict(), **json.loads(arguments.json_model_override_args)}
 
 
 @cache
