@@ -18,6 +18,12 @@ COMMAND = [sys.executable, "-m", "kvferryd.demo"]
 
 
 @pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a short name: sockets lie in it."""
+    return tmp_path_factory.mktemp("d")
+
+
+@pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(tmp_path)}
 
