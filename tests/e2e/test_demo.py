@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "kvferryd.demo"]
 
 @pytest.fixture
 def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a short name: sockets lie in it."""
+    """Its name is short: sockets lie in it."""
     return tmp_path_factory.mktemp("d")
 
 

@@ -191,6 +191,16 @@ def failing() -> str:
     )
 
 
+def unchanged() -> str:
+    """What fails though nothing is changed, or takes too long, and would find every mutant; empty if all is well."""
+    signal.signal(signal.SIGVTALRM, hang)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 6 * CPU_S)
+    try:
+        return broken() or failing()
+    except Hangs:
+        return "the unit tests take too long"
+
+
 def fate(job: tuple[Mutant, list[str], int]) -> str:
     """How it is found; empty if it survives."""
     (module, _, _, number), worlds, seeds = job
@@ -231,6 +241,8 @@ def main() -> int:
     found = Counter[bool]()
     sys.path.append(str(TESTS / "unit"))
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        if failed := pool.apply(unchanged):
+            sys.exit(f"without any change: {failed}")
         runs = pool.apply(used, (2,))
         paths = sorted(Path(package.origin).parent.glob(f"{asked.only or '*'}.py"))
         every = [mutant for path in paths for mutant in mutants(path)]
