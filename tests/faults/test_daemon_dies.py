@@ -31,6 +31,7 @@ from wire import TCP
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import SourceBody
+from kvferryd.commands.cli import main
 from kvferryd.demo import fleet
 from kvferryd.demo.fleet import DaemonService, Fleet
 from kvferryd.process.keeper import HELP
@@ -138,7 +139,9 @@ def test_what_ucx_does_when_a_reader_dies_in_mid_read_costs_the_source_failed_re
     record_property("seen", [f"reader killed in mid-read {times} times, over TCP", died, "", ""])
 
 
-def test_the_history_outlives_the_daemons_of_a_keeper(load: Load, pair: list[DaemonService]) -> None:
+def test_the_history_outlives_the_daemons_of_a_keeper(
+    load: Load, pair: list[DaemonService], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The request that was under way is listed, with its end, by the daemon after the next, too."""
     source, reader = pair
     with load.running():
@@ -167,6 +170,10 @@ def test_the_history_outlives_the_daemons_of_a_keeper(load: Load, pair: list[Dae
     assert (died_with["state"], died_with["error"]["code"]) == ("failed", "daemon_died")
     assert "SIGKILL" in died_with["error"]["message"] and died_with["source"]["engine_id"] == load.source.name
     assert Counter(each["state"] for each in records.values())["done"] == load.done
+
+    main(("status", "--daemon", reader.url))
+    (last,) = [line for line in capsys.readouterr().out.splitlines() if "last failure" in line]
+    assert f"request {half}: daemon_died" in last
 
     told = asked(reader, "/v1/history?peers=true")
     (peer,) = told["peers"]

@@ -18,8 +18,9 @@ import pytest
 import test_operator_sees as seen
 from authority import DAY, NOW, YEAR, Authority
 from browser import CHROMIUM, CLIPPED, CONTRASTS, PHONE, Browser, browser
-from fleet import TIMEOUT_S, Daemons
+from fleet import TCP_ALONE, TIMEOUT_S, Daemons
 from hog import hog
+from hosts import daemons_apart, host
 from lives import engine_on, fences_of, published, reads_from
 from ranks import Shape, TestEngine
 from test_metrics_say import metrics
@@ -91,6 +92,13 @@ async def has_run_out(at: Place) -> tuple[TestEngine, TestEngine]:
     return await at.two(at.proof(ours, "there", until=NOW - DAY), at.proof(ours, "here", until=NOW + YEAR))
 
 
+async def has_no_fabric_in_common(at: Place) -> tuple[TestEngine, TestEngine]:
+    """Two hosts, whose daemons answer each other. UCX has each one's loopback device alone."""
+    far = at.stack.enter_context(host())
+    near, remote = await daemons_apart(at.daemons, far, "fabric", "--ucx", f"TLS={TCP_ALONE} NET_DEVICES=lo")
+    return (await engine_on(at.stack, "harm-source", remote))[0], (await engine_on(at.stack, "harm-reader", near))[0]
+
+
 async def publishes_late(at: Place) -> tuple[TestEngine, TestEngine]:
     return await at.met()
 
@@ -146,6 +154,13 @@ HARMS = {
     ),
     "a certificate that has run out": Harm(
         has_run_out, frozenset({"proof_failed"}), "certificate has expired", "proof_failed", "certificate has expired"
+    ),
+    "a fabric that is dead": Harm(
+        has_no_fabric_in_common,
+        frozenset({"peer_unreachable"}),
+        "{peer} answers and cannot be read",
+        "NIXL does not connect to its memory",
+        "{peer} answers and cannot be read",
     ),
     "a publish that is late": Harm(
         publishes_late, frozenset({"deadline"}), PUBLISH, r"publish \d\.\d s/", PUBLISH, LATE
