@@ -185,6 +185,8 @@ async def test_it_is_named_at_the_first_look(
     status, peers = [(await kvferry(command, "--daemon", daemon.url))[1] for command in ("status", "peers")]
     assert harm.status.format(peer=peer) in status
     assert re.search(harm.peers.format(peer=re.escape(peer)), peers)
+    if harm.page in (PUBLISH, PACK):
+        assert "has not answered" not in status + peers, "its daemon has said how things stand"
     async with httpx.AsyncClient(base_url=daemon.url, trust_env=False) as http:
         said = await metrics(http)
     counted = (("code", failed.value.code), ("peer_engine", source.engine_id))

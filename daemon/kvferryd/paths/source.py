@@ -54,6 +54,11 @@ class SourceReader:
     def lease(self) -> Seen:
         return self.read.seen
 
+    @property
+    def answered(self) -> bool:
+        """The source has said something of the lease, be it that it is not published yet."""
+        return bool(self.lease.version) or self.read.awaits_publish
+
     def take(self, effect: r.ReadingEffect) -> None:
         """Do what the machine says."""
         match effect:

@@ -250,7 +250,7 @@ class Transfer:
         """Add how it went to what is known of its source ranks. share: its own."""
         phases_ms = share.phases_ms
         took_ms, moving_ms = phases_ms["total"] - phases_ms["waiting"], phases_ms.get("moving", 0.0)
-        for source, nbytes, version in read:
+        for source, nbytes, answered in read:
             contact = source.channel.contact
             figures = source.figures
             figures.bytes_read += nbytes
@@ -262,5 +262,5 @@ class Transfer:
                 if share.path and nbytes and moving_ms:
                     figures.path = share.path
                     figures.lately.append((took_ms, 1e3 * nbytes / moving_ms))
-            elif self.problem is not None and self.problem.code == "deadline" and not version:
+            elif self.problem is not None and self.problem.code == "deadline" and not answered:
                 contact.failed(self.problem)

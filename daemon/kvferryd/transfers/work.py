@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logs.get(__name__)
 UNREADABLE = "raise deadline_ms, or see GET /v1/peers for what this way is worth"
-Was: TypeAlias = tuple[PeerRank, int, int]
-"""A source rank that was read: bytes of it, and how many publishes it has told of."""
+Was: TypeAlias = tuple[PeerRank, int, bool]
+"""A source rank that was read: bytes of it, and whether it has said anything of the lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class Work:
     @property
     def _unanswered(self) -> list[SourceReader]:
         """The leases of which the source has said nothing."""
-        return [reader for reader in self._readers.values() if not reader.lease.version]
+        return [reader for reader in self._readers.values() if not reader.answered]
 
     async def _transfer(self) -> None:
         """Do what the machine says, until it has a verdict. Updates of the source are heard meanwhile."""
@@ -401,7 +401,7 @@ class Work:
                 with self._tried("abandon a read"):
                     flight.abandon()
         it, problem = self._of, verdict.problem
-        read = [(each.source, each.read.nbytes, each.lease.version) for each in self._readers.values()]
+        read = [(each.source, each.read.nbytes, each.answered) for each in self._readers.values()]
         it.course.await_publish(awaited=False)
         self._enter(verdict.state)
         it.course.end()
