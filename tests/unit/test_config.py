@@ -85,7 +85,7 @@ def test_a_file_holds_the_types_of_toml(file: Path) -> None:
         ("allow_peers", "10.0.0.1/8"), ("allow_peers", "10.0.0.1:7411"), ("allow_peers", "10.0.0.300"),
         ("allow_peers", "a/b c"), ("token_file", "/not/there"), ("log_level", "loud"), ("lease_ttl_s", "nan"),
         ("lease_ttl_s", "-1"), ("deadline_s", "3601"), ("nixl_threads", "65"), ("ucx", "TLS"), ("ucx", "tls=rc"),
-        ("connect_timeout_s", "soon"),
+        ("connect_timeout_s", "soon"), ("state", "x" * 5000), ("state", "/dev/null"), ("state", "/dev/null/in"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_with_its_name_its_origin_and_a_remedy(name: str, raw: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,13 @@ def _socket(path: Path) -> Path:
 
 
 def _folder(path: Path) -> Path:
-    if path.exists() and not path.is_dir():
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return path.absolute()
+    except (OSError, ValueError) as error:  # its name is too long, or has a NUL; nobody may look into its parent
+        raise Wrong(f"cannot be looked at: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISDIR(mode):
         raise Wrong("is no folder")
     return path.absolute()
 
