@@ -50,9 +50,7 @@ class Sources:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="kvferry-bootstrap", daemon=True).start()
         none = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # httpx's own reads all authorities; this is no https
-        self._http = httpx.AsyncClient(
-            timeout=ASK_S, trust_env=False, verify=none, headers={"accept-encoding": "identity"}
-        )
+        self._http = httpx.AsyncClient(trust_env=False, verify=none, headers={"accept-encoding": "identity"})
         self._glance_at = 0.0
         """When the scheduler may wait again."""
 

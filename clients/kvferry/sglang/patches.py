@@ -44,7 +44,10 @@ def install() -> None:
         _check(target, parameters)
     add_disagg_transfer_backend_choices([BACKEND])
     _add_backend()
-    _hook()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, (_, hook, when) in HOOKS.items():  # SGLang applies them when all plug-ins have been loaded
+        HookRegistry.register(target, hook, HookType[when])
 
 
 def _check(target: str, parameters: tuple[str, ...]) -> None:
@@ -83,14 +86,6 @@ def _add_backend() -> None:
 
     for module in HOLDERS:
         importlib.import_module(module).get_kv_class = get_kv_class  # type: ignore[attr-defined]  # of a module
-
-
-def _hook() -> None:
-    """SGLang's own registry applies them when all plug-ins have been loaded."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, (_, hook, when) in HOOKS.items():
-        HookRegistry.register(target, hook, HookType[when])
 
 
 def _rank() -> Any:

@@ -153,10 +153,8 @@ def _configuration(model: ModelConfig, arguments: ServerArgs) -> dict[str, Any]:
     return {**config.get_text_config().to_dict(), **json.loads(arguments.json_model_override_args)}
 
 
-@cache
-def this_rank() -> Rank:
-    """The rank of this process. Raises KvferryError."""
-    return Rank()
+this_rank = cache(Rank)
+"""The rank of this process. Raises KvferryError."""
 
 
 def chosen() -> bool:

@@ -63,15 +63,13 @@ class Receiver(BaseKVReceiver):
 
     def init(self, prefill_dp_rank: int) -> None:
         try:
-            source = self.kv_mgr.source(self.bootstrap_addr, prefill_dp_rank)
+            if (source := self.kv_mgr.source(self.bootstrap_addr, prefill_dp_rank)) is not None:
+                self._origin = Origin(self._name, self._prompt.num_tokens, source, digest=self._prompt.digest)
+            elif self._origin is None:
+                self.abort()
         except KvferryError as error:
             self._fail(reason(error))
             self.kv_mgr.forget(self.bootstrap_addr)
-            return
-        if source is not None:
-            self._origin = Origin(self._name, self._prompt.num_tokens, source, digest=self._prompt.digest)
-        elif self._origin is None:
-            self.abort()
 
     def send_metadata(
         self, kv_indices: npt.NDArray[Any], aux_index: int | None = None, state_indices: list[Any] | None = None,

@@ -90,17 +90,15 @@ class Sender(BaseKVSender):
         metadata = b"".join(ctypes.string_at(*row) for row in self.kv_mgr.aux_rows(self._aux)) if last else b""
         if self._early_send_wait_event is not None:
             self._early_send_wait_event.wait()
-            self._early_send_wait_event = None
         rank, tables = self.kv_mgr.rank, tables_of(num_tokens, page_size, self._pages, *(state_indices or ()))
         weights = rank.weights.of(min(self._begun, rank.cached_since))  # the oldest step that computed any of it
         try:
             end = self._daemon.start(self._publish(tables, num_tokens, last, metadata, weights, rank.written()))
+            if last:
+                self._end = end
+                rank.idle.wake_after(end)
         except KvferryError as error:  # the client is closed
             self._fail(reason(error))
-            return
-        if last:
-            self._end = end
-            rank.idle.wake_after(end)
 
     async def _publish(
         self, tables: Tables, num_tokens: int, last: bool, metadata: bytes, weights: str, after: Fence | None
