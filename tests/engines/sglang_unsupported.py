@@ -28,6 +28,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "draft model": {"num_draft_entries": 1},
     "state": {"state_types": [StateType.MAMBA]},
     "windows in a pool of their own": {"state_types": [StateType.SWA]},
+    "windows beside a state": {"state_types": [StateType.SWA, StateType.MAMBA]},
     "elastic": {"flags": ["--elastic-ep-backend", "mooncake"]},
     "stripes": {"flags": ["--enable-kv-cache-sharding"]},
     "saver": {"flags": ["--enable-memory-saver"]},

@@ -29,6 +29,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "latents of two ranks to one": ("latent", {"ranks": 2}, {}),
     "latents of one rank to two": ("latent", {}, {"ranks": 2}),
     "windows in one pool": ("windowed", {}, {}),
+    "windows in a pool of their own": ("pools", {}, {}),
+    "windows of two ranks to one, in a pool of their own": ("pools", {"ranks": 2}, {}),
 }
 """Model, prefill, decode."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager, KVArgs
+from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer, BaseKVManager, KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -129,6 +129,7 @@ class BootstrapServer(BaseKVBootstrapServer):
 def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> None:
     """Raises KvferryError (`unsupported_engine`)."""
     parallel, disagg = get_parallel(), get_disagg()
+    states = [each.value for each in args.state_types if each is not StateType.SWA]
     several = mode is DisaggregationMode.PREFILL and parallel.num_dp_ranks > 1
     refused = {
         "pipeline parallelism of decode": mode is DisaggregationMode.DECODE and parallel.pp_size > 1,
@@ -137,7 +138,7 @@ def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> Non
             several and parallel.load_balance_method != "follow_bootstrap_room",
         "context parallelism": max(parallel.attn_cp_size, parallel.dcp_size) > 1,
         "a draft model's cache": args.num_draft_entries > 0,
-        f"states ({', '.join(each.value for each in args.state_types)})": bool(args.state_types),
+        f"states ({', '.join(states)})": bool(states),
         "--disaggregation-decode-allocation-policy prefill_complete":
             disagg.disaggregation_decode_allocation_policy != "early",
         "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),

@@ -1,3 +1,7 @@
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
@@ -13,3 +17,22 @@ EntryClass = [LlamaForCausalLM, Gemma3ForCausalLM, Gemma3OfTwoPools, MiniCPM3For
 
 # DP attention pads with it. Of SGLang's attention on CPUs only that of AMX has one.
 TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+
+
+def _in_its_pool(run: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's attention of torch writes a window's layer at the slots of its pool, and reads it at those of the other
+    one: let it read where it writes. A slot that the pool has given up is 0 there, and the window's mask hides it."""
+
+    def read(
+        self: Any, query: Any, output: Any, keys: Any, values: Any, slots: Any, rows: Any, *rest: Any, **more: Any
+    ) -> Any:
+        if self.use_sliding_window_kv_pool and any(keys is each for each in self.token_to_kv_pool.swa_kv_pool.k_buffer):
+            slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots[rows].long())
+            rows = torch.arange(len(rows))
+        return run(self, query, output, keys, values, slots, rows, *rest, **more)
+
+    return read
+
+
+for each in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+    setattr(TorchNativeAttnBackend, each, _in_its_pool(getattr(TorchNativeAttnBackend, each)))
