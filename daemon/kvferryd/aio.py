@@ -43,7 +43,7 @@ def beside(rows: int, work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def carry_out(effects: Iterable[T], do: Callable[[T], None], **about: object) -> None:
-    """Do the effects of a machine in their order. One that fails stops no other. about: what its line is about."""
+    """Do the effects of a machine in their order. An effect that fails stops no other. about: more for its line."""
     for effect in effects:
         try:
             do(effect)

@@ -192,7 +192,7 @@ def failing() -> str:
 
 
 def unchanged() -> str:
-    """What fails though nothing is changed, or takes too long, and would find every mutant; empty if all is well."""
+    """The rule or test that fails though nothing is changed, and would find every mutant; empty if all is well."""
     signal.signal(signal.SIGVTALRM, hang)
     signal.setitimer(signal.ITIMER_VIRTUAL, 6 * CPU_S)
     try:

@@ -653,7 +653,7 @@ class World:
             self.receive(engine, name, lease=0).staged = True
 
     def _anew(self, name: str) -> None:
-        """What was announced is over, and the next lease of its request waits for its fence."""
+        """The announced lease is over, and the next one of its request waits for its fence."""
         for at in self.sources:
             self._revoke(at, name)
         prefill = self.publish(name, anew=True)

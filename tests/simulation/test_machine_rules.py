@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from by_events import ANOTHER, READER, ByEvents
+from by_events import ANOTHER, READER, ByEvents, Speaker
 from requests_world import Order
 
 from kvferry.errors import Conflict, Full, KvferryError, PeerFailed
@@ -396,13 +396,19 @@ def test_ranks_of_an_engine_number_their_leases_and_attempts() -> None:
         assert refused.value.code == "number_required"
 
 
-def test_a_reading_that_has_ended_does_not_finish_the_lease_that_follows() -> None:
+def revoked_while_read() -> tuple[ByEvents, Speaker, int]:
+    """A source, its reader, and the reading of a lease that was revoked meanwhile."""
     source = ByEvents()
     source.publish()
     reader = source.reader()
     reading = reader.opens()
     source.revoke()
     reader.refused(reading)
+    return source, reader, reading
+
+
+def test_a_reading_that_has_ended_does_not_finish_the_lease_that_follows() -> None:
+    source, reader, reading = revoked_while_read()
     source.publish()
     reader.closes(reading, lease=2)
     assert source.state() is LeaseState.PUBLISHED
@@ -734,7 +740,7 @@ def reserved(number: int = 1, at: ReadingRank = RANK_0, *ids: int, order: Order 
 
 
 def codes(effects: list[re.Effect]) -> list[str]:
-    """Of refusals and stops."""
+    """The codes of refusals and stops."""
     return [each.why.code for each in effects if isinstance(each, re.Refused | re.Stop)]
 
 
@@ -1550,12 +1556,7 @@ def test_readers_of_a_request_that_is_withdrawn_are_told_and_the_others_wait() -
 
 
 def test_bytes_that_were_read_in_vain_are_counted() -> None:
-    source = ByEvents()
-    source.publish()
-    reader = source.reader()
-    reading = reader.opens()
-    source.revoke()
-    reader.refused(reading)
+    source, reader, reading = revoked_while_read()
     reader.closes(reading, complete=False, nbytes=5)
     assert source.all(e.Served) == [e.Served("decode", 5)]
 

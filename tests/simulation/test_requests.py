@@ -26,7 +26,7 @@ def blocks(*first: int) -> e.Reservation:
 
 
 class Rank:
-    """One of an engine that reads; the last effect of each event answers it."""
+    """A rank of an engine that reads; the last effect of each event answers it."""
 
     def __init__(self, rank: int = 0, transfers: int = TRANSFERS) -> None:
         self.at, self.requests = ReadingRank("decode", "1", rank, 1), Requests("one", Limits(transfers, HISTORY))

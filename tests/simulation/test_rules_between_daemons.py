@@ -82,7 +82,7 @@ def shake(effects: list[pe.PeersEffect]) -> int:
 
 
 def met(asker: int = 1, home: pe.Home = HOME) -> Peers:
-    """One peer is known, whose number is 1."""
+    """A peer is known, whose number is 1."""
     it = Peers("own", 10.0)
     it.on(pe.Met(shake(it.on(pe.Get(asker, "p", "h"), 0.0)), home), 0.0)
     return it
@@ -491,7 +491,7 @@ def test_a_daemon_is_told_to_stop_by_sigterm_and_ended_by_sigkill() -> None:
 
 
 def keeps(*events: ke.KeeperEvent, now: float = 1.0) -> Keeper:
-    """One daemon serves."""
+    """A daemon serves."""
     it = Keeper()
     for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1), *events):
         it.on(event, now)

@@ -32,7 +32,7 @@ async def no_task_goes_on() -> AsyncIterator[None]:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """One that takes one step at a time."""
+    """A world that takes one step at a time."""
     with stepping() as world:
         yield world
 

@@ -70,7 +70,7 @@ class Rank:
         self.queue: Any = None
         """SGLang's of requests that nothing has been done for, once it is made; it has the cache and the scheduler."""
         self._regions: list[SharedRegion | CudaRegion] = []
-        """One for each pool of the cache."""
+        """Memory of the daemon, a region for each pool of the cache."""
         self._stream: Any = None
         """The CUDA stream on which the last step was launched: a pipeline's is not the scheduler's."""
         log.info("rank %d of %d of %s is attached to the daemon on %s", self.number, self.count, self.engine_id, path)

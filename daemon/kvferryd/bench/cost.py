@@ -1,4 +1,4 @@
-"""What a daemon costs at rest and at work: memory, threads, wake-ups, processor time for each request and each GB.
+"""The cost of a daemon at rest and at work: memory, threads, wake-ups, processor time for each request and each GB.
 
     kvferry bench cost [--quick] [--device cpu]
 
@@ -112,7 +112,7 @@ async def work(case: Case, source: Engine, reader: Engine, times: int) -> list[s
         if number == times - 1:
             reader.wipe(POISON)
         took_s.append((await receive(case, source, reader, requests, taken)).seconds)
-    await asyncio.sleep(AFTER_S)  # what is done behind the end is part of it
+    await asyncio.sleep(AFTER_S)  # the work behind the end is part of it
     used = cpu_s(source.daemons) - before[0], cpu_s(reader.daemons) - before[1]
     reader.synchronize()
     case.check(ids, 0, reader.ranks[0].pool)

@@ -141,7 +141,7 @@ class Found:
 
 
 class Replay:
-    """One pair, with the oracle of its reader's blocks."""
+    """A pair, with the oracle of its reader's blocks."""
 
     def __init__(self, pair: Pair, source: Engine, reader: Engine, seed: int) -> None:
         self.pair, self._source, self._reader = pair, source, reader

@@ -7,6 +7,12 @@ from collections.abc import Iterable
 from kvferry.schemas import Awaited, RankTransfer, Wait
 from kvferryd.paths.move import LEAST_S
 
+HELPS = {
+    Awaited.SLOT: "raise arena_mb, or order fewer transfers at once",
+    Awaited.PACK: "see whether its arena is full (raise arena_mb there) or its GPU or CPU busy",
+}
+"""The remedy for a wait that was long, and for one that a deadline has ended."""
+
 
 def longest(slowest: RankTransfer, own: RankTransfer, created_at: float) -> Wait | None:
     """The longest wait of a request, by the share of its slowest rank and that of the rank which leads. The wait for a
@@ -50,10 +56,10 @@ def sentence(wait: Wait, source: str, engine: str, rank: int | None = None) -> s
             )
         case Awaited.SLOT:
             said = f"waited {took} for a slot of its staging arena"
-            helps = "raise arena_mb, or order fewer transfers at once"
+            helps = HELPS[Awaited.SLOT]
         case Awaited.PACK:
             said = f"waited {took} for the daemon at {wait.on} to pack"
-            helps = "see whether its arena is full (raise arena_mb there) or its GPU or CPU busy"
+            helps = HELPS[Awaited.PACK]
         case Awaited.RANK:
             said = f"waited {took} for {wait.on} of engine {engine}"
             helps = "see whether that rank's daemon stood still, and its share of the record"

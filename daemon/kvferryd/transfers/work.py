@@ -24,6 +24,7 @@ from kvferryd.config import Config
 from kvferryd.ending import tried
 from kvferryd.engine import Engine
 from kvferryd.observe import logs
+from kvferryd.observe.waits import HELPS
 from kvferryd.paths import Flight, Move
 from kvferryd.paths.checksums import compare
 from kvferryd.paths.source import SourceReader, announced, bound_to
@@ -165,7 +166,7 @@ class Work:
         self._end(verdict if isinstance(verdict, t.Finish) else t.Finish(TransferState.FAILED, problem=why))
 
     def _late(self) -> KvferryError:
-        it = self._of
+        it, readers = self._of, self._readers.values()
         source, asked = (it.order.engine_id, it.order.address) if it.order else ("", "")
         match self.waits_for:
             case Awaited.ORDER:
@@ -179,41 +180,32 @@ class Work:
                 why = f"while shaking hands with engine {source} at {asked}{held_up}"
                 remedy = "see whether they live, and the network between"
             case Awaited.LEASE:
-                silent = ", ".join(reader.source.address for reader in self._unanswered) or asked
+                silent = ", ".join(reader.source.address for reader in readers if not reader.answered) or asked
                 why = f"while waiting for {silent} to say whether engine {source} has published it"
                 remedy = "see whether that daemon stands still"
-            case Awaited.PUBLISH:
-                assert it.course.unpublished_since is not None
-                published = min(reader.lease.num_tokens for reader in self._readers.values())
-                silent_s = time.monotonic() - it.course.unpublished_since
-                so_far = f"{published} tokens came, and none in the last {silent_s:.1f} s" if published else "none came"
-                why = f"while waiting for the publish of engine {source}: {so_far}"
-                remedy = "see whether its prefill goes on; raise deadline_ms if it only takes long"
-            case None if isinstance(self.machine.do, t.Prove):
-                why, remedy = f"while reading at {self._sources} whether the lease held", UNREADABLE
             case Awaited.RANK:
                 why = "while waiting for rank 0 of the same engine to say which lease it reads"
                 remedy = "see that rank's record of the transfer, and whether its daemon stands still"
             case Awaited.SLOT:
                 why = f"while waiting for a slot of {it.course.waits.on}"
-                remedy = "raise arena_mb, or order fewer transfers at once"
+                remedy = HELPS[Awaited.SLOT]
             case Awaited.PACK:
                 why = f"while waiting for the daemon at {it.course.waits.on} to pack"
-                remedy = "see whether its arena is full (raise arena_mb there) or its GPU or CPU busy"
+                remedy = HELPS[Awaited.PACK]
+            case Awaited.PUBLISH:
+                assert it.course.unpublished_since is not None
+                published = min(reader.lease.num_tokens for reader in readers)
+                silent_s = time.monotonic() - it.course.unpublished_since
+                so_far = f"{published} tokens came, and none in the last {silent_s:.1f} s" if published else "none came"
+                why = f"while waiting for the publish of engine {source}: {so_far}"
+                remedy = "see whether its prefill goes on; raise deadline_ms if it only takes long"
+            case None if isinstance(self.machine.do, t.Prove):
+                sources = ", ".join(reader.source.address for reader in readers)
+                why, remedy = f"while reading at {sources} whether the lease held", UNREADABLE
             case None:
                 why, remedy = f"while {it.state.value}", UNREADABLE
         why = f"the deadline passed {why}"
         return Deadline("deadline", why, field="deadline_ms", value=round(it.ordered_s * 1e3), remedy=remedy)
-
-    @property
-    def _sources(self) -> str:
-        """Addresses of the source ranks that are read."""
-        return ", ".join(reader.source.address for reader in self._readers.values())
-
-    @property
-    def _unanswered(self) -> list[SourceReader]:
-        """The leases of which the source has said nothing."""
-        return [reader for reader in self._readers.values() if not reader.answered]
 
     async def _transfer(self) -> None:
         """Do what the machine says, until it has a verdict. Updates of the source are heard meanwhile."""
