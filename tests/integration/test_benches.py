@@ -37,11 +37,14 @@ def test_a_trace_is_replayed_beside_an_ideal_link(capsys: pytest.CaptureFixture[
     assert (whole := re.search(r"([\d,]+) whole blocks hold what the source published", said))
     assert int(whole[1].replace(",", "")) > 1000
     every = trace.read(TRACE, seed=67)
-    for speed, row in zip((10, 20), rows(said), strict=True):
+    requests, parts = tables(said)
+    for speed, row, part in zip((10, 20), requests, parts, strict=True):
         assert row["speed"] == str(speed)
         assert row["requests"] == str(sum(each.at_s < speed for each in every))
         assert row["failed"] == "0"
         assert float(row["shared link p50"]) > 0
+        assert part["speed"] == row["speed"]
+        assert float(part["publish"]) > 0 < float(part["reading"]) < float(row["p99 ms"])
 
 
 def test_arrivals_lie_in_their_batch_and_come_from_the_seed() -> None:

@@ -31,11 +31,14 @@ import numpy as np
 
 from kvferry.errors import Internal, KvferryError, Malformed
 from kvferry.memory import cuda
+from kvferry.router import RouterClient
+from kvferry.schemas import TransferState
 from kvferry.tables import BlockTable
 from kvferryd.bench.gpu import AUTO, DIRECT, MAPPED, STAGED, engines, machine, need_torch, staged_for
 from kvferryd.bench.gpu_cases import ITEM, NHD, POISON, Model, Pair
 from kvferryd.bench.gpu_engines import Engine, cpu_s
 from kvferryd.bench.gpu_raw import ends
+from kvferryd.observe.spans import PHASES
 
 BATCH_S = 3.0
 """The stamps of the trace come in batches this far apart: an arrival lies somewhere in the time that follows."""
@@ -52,6 +55,12 @@ COLUMNS = (
     "p99 over shared's", "under way mean", "most", "waited for blocks p99 ms", "begun late p99 ms", "failed",
     "CPU s source", "CPU s reader", "CPU ms a request",
 )  # fmt: skip
+
+
+PARTS = ("speed", "publish", *PHASES, "words")
+"""Where a request's time goes, in ms: its publish call, the phases of its record, and what its receive call takes
+beyond them."""
+RECORDS = 1000
 
 
 class Arrival(NamedTuple):
@@ -135,6 +144,8 @@ class Found:
     took_s: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
     late_s: list[float] = field(default_factory=list)
+    parts_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By transfer: of its publish, and of its receive, from the call to its end."""
     under_way: list[int] = field(default_factory=list)
     """At each arrival: how many others were."""
     failed: Counter[str] = field(default_factory=Counter)
@@ -205,11 +216,14 @@ class Replay:
             waited_s = time.perf_counter() - published
             self._came[taken] = -1
             try:
-                await reader.receive(
+                asked = time.perf_counter()
+                received = await reader.receive(
                     request_id, {"full": BlockTable.of(taken)}, (0, tokens), source=self._source.source,
                     deadline_s=DEADLINE_S,
                 )  # fmt: skip
-                found.took_s.append(time.perf_counter() - at)
+                told = time.perf_counter()
+                found.took_s.append(told - at)
+                found.parts_s[received.transfer_id] = published - began, told - asked
                 self._came[taken[: tokens // NHD.block]] = given[: tokens // NHD.block]
             finally:
                 await reader.quiesced(request_id)
@@ -219,6 +233,24 @@ class Replay:
         else:
             found.waited_s.append(waited_s)
             found.late_s.append(began - at)
+
+    async def parts(self, found: Found) -> list[float]:
+        """Medians in ms over the transfers whose records the reader's daemon still has, as in PARTS."""
+        router = RouterClient(self._reader.daemons[0].url)
+        try:
+            records = await router.transfers(state=TransferState.DONE, limit=RECORDS)
+        finally:
+            await router.close()
+        each = [
+            (
+                1e3 * found.parts_s[record.transfer_id][0],
+                *(record.phases_ms.get(phase, 0.0) for phase in PHASES),
+                1e3 * found.parts_s[record.transfer_id][1] - record.phases_ms["total"],
+            )
+            for record in records
+            if record.transfer_id in found.parts_s
+        ]
+        return [float(np.median(part)) for part in zip(*each, strict=True)]
 
     def _cpu_s(self) -> tuple[float, float]:
         return cpu_s(self._source.daemons), cpu_s(self._reader.daemons)
@@ -256,7 +288,7 @@ async def _run(options: argparse.Namespace, trace: list[Arrival]) -> int:
     pair = Pair(model(kib), NHD, NHD, POOL // 2 if len(gpus) == 1 else POOL)
     speeds = options.speed or (QUICK_SPEEDS if options.quick else SPEEDS)
     seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
-    failures = 0
+    failures, parts = 0, list[str]()
     async with staged_for(options.way, gpus) as (stage, way):
         ceiling_nbytes = CEILING_NBYTES if gpus else HOST_CEILING_NBYTES
         with ends(gpus, ceiling_nbytes) as between:
@@ -278,9 +310,12 @@ async def _run(options: argparse.Namespace, trace: list[Arrival]) -> int:
                 sized = [Arrival(at_s, size * pair.model.token_nbytes) for at_s, size in arrivals]
                 print(f"| {' | '.join(_row(speed, sized, found, used, rate))} |", flush=True)
                 failures += found.failed.total()
+                shares = (f"{share:.2f}" for share in await replay.parts(found))
+                parts.append(f"| {' | '.join((f'{speed:g}', *shares))} |")
             source.synchronize()
             reader.synchronize()
             whole = replay.check()
+    print("\nmedians in ms", f"| {' | '.join(PARTS)} |", f"|{'---|' * len(PARTS)}", *parts, sep="\n")
     print(f"\n{whole:,} whole blocks hold what the source published")
     return 1 if failures else 0
 
