@@ -211,11 +211,12 @@ class TransferRecord(_Answer):
     """A transfer as the daemon that took the order sees it: all ranks of its engine together.
 
     bytes and descriptors: sums over ranks. path: direct, staged or mapped. transport: what NIXL used, for example
-    "UCX", or "cuda_ipc". took_ms, phases_ms, bytes_per_s, waits_for: those of `slowest_rank`, which decides when the
-    request can go on (see RankTransfer). tokens: the global range moved. lease: the number of the one that is read,
-    once known. attempt: its number; 0 while the order waits for the reservation that says it. created_at, ended_at:
-    seconds since 1970. waited_longest: the longest wait of the slowest rank, or for that rank; why_slow: the same in a
-    sentence, with what helps.
+    "UCX"; or "cuda_ipc", a copy of the reader's from memory that is mapped there: the source's cache, or its slots.
+    took_ms, phases_ms, bytes_per_s, waits_for: those of `slowest_rank`, which decides when the request can go on (see
+    RankTransfer). tokens: the global range moved. lease: the number of the one that is read, once known. attempt: its
+    number; 0 while the order waits for the reservation that says it. created_at, ended_at: seconds since 1970.
+    waited_longest: the longest wait of the slowest rank, or for that rank; why_slow: the same in a sentence, with what
+    helps.
     """
 
     transfer_id: str

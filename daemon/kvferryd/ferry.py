@@ -33,7 +33,8 @@ from kvferryd.memory.node import NodeDir
 from kvferryd.observe import logs, spans
 from kvferryd.observe.history import History, opened
 from kvferryd.observe.metrics import Metrics, total
-from kvferryd.paths import PathName, refusals
+from kvferryd.paths import refusals
+from kvferryd.paths.move import Transport
 from kvferryd.peers import allow
 from kvferryd.peers.certificates import CertificateFiles, Certificates
 from kvferryd.peers.contact import Contact
@@ -389,7 +390,7 @@ class Ferry:
             version=__version__,
             protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
             instance=self.instance,
-            transports=sorted({path.transport for path in PathName if gpu or path is not PathName.MAPPED}),
+            transports=[each for each in Transport if gpu or each is Transport.UCX],
             uptime_s=time.monotonic() - self._began,
         )
 

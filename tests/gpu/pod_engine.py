@@ -31,7 +31,8 @@ async def record_of(rest: str, transfer_id: str) -> dict[str, Any]:
     async with RouterClient(rest) as router:
         record = await router.transfer(transfer_id)
         (ways,) = [peer.ways for peer in await router.peers() if peer.engine_id == "source"]
-    return {"path": record.path, "bytes_per_s": record.bytes_per_s, "phases_ms": record.phases_ms, "ways": ways}
+    told = record.model_dump(include={"path", "transport", "bytes_per_s", "phases_ms"})
+    return {**told, "ways": ways}
 
 
 class PodEngine:

@@ -26,14 +26,18 @@ from needs import GPUS
 
 # isort: split
 import torch
+from fleet import peer_stub
 from gpu_engine import GpuEngine
 from pod_engine import record_of
 from pods import Pod, pods
 from ranks import HND, Shape
+from test_staged import BIG, MANY
+from test_staged import moved as staged
 from test_vmm import FAR, end, engine_on, moved
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.memory import CudaRegion
+from kvferry.v1 import peer_pb2
 from kvferryd.demo.fleet import DaemonService, Fleet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
@@ -50,10 +54,10 @@ async def far(fleet: Fleet) -> DaemonService:
     return await sharing(fleet, "sharing-far", FAR)
 
 
-async def sharing(fleet: Fleet, name: str, gpu: int) -> DaemonService:
+async def sharing(fleet: Fleet, name: str, gpu: int, *flags: str) -> DaemonService:
     folder = fleet.directory / "node"
     folder.mkdir(exist_ok=True)
-    started = fleet.daemon(name, flags=["--device", f"cuda:{gpu}", "--node-dir", str(folder)])
+    started = fleet.daemon(name, flags=["--device", f"cuda:{gpu}", "--node-dir", str(folder), *flags])
     await fleet.ready(started, timeout_s=WAIT_S)
     return started
 
@@ -71,6 +75,29 @@ async def test_memory_that_has_descriptors_is_mapped(near: DaemonService, far: D
         await moved(source, destination, ("mapped",))
         await destination.close()
         await source.close()
+
+
+STAGED = ("--way", "staged"), ("--strict", "--ucx", "TLS=all")
+"""Flags of daemons that read slots."""
+
+
+@pytest.mark.parametrize("flags", STAGED, ids=["staged", "strict"])
+async def test_slots_are_handed_over_as_regions_are(own_fleet: Fleet, flags: tuple[str, ...]) -> None:
+    near, far = (
+        await sharing(own_fleet, name, gpu, "--arena-mb", "1", *flags)
+        for name, gpu in (("slots-s", 0), ("slots-r", FAR))
+    )
+    source = await GpuEngine.on("source", [near], [0], BIG, adopted=False)
+    destination = await GpuEngine.on("destination", [far], [FAR], Shape(axes=HND, num_blocks=640), adopted=False)
+    for tokens in (1, 300, MANY):
+        assert (await staged(source, destination, tokens)).transport == "cuda_ipc"
+    async with peer_stub(near) as stub:
+        mapping = stub.Map(peer_pb2.MapRequest(engine_id=source.engine_id, epoch=source.epoch))
+        slots = (await mapping.read()).slots
+        assert "node_dir" in slots.refusal and not slots.HasField("shared") and not slots.HasField("allocation")
+        mapping.cancel()
+    await destination.close()
+    await source.close()
 
 
 async def test_a_reader_without_the_folder_says_so_and_reads_otherwise(near: DaemonService, fleet: Fleet) -> None:
@@ -185,7 +212,9 @@ while True:
 
 
 @contextlib.contextmanager
-def pair(fleet: Fleet, places: tuple[Pod, Pod] | tuple[None, None]) -> Iterator[tuple[Process, Process, Tell]]:
+def pair(
+    fleet: Fleet, places: tuple[Pod, Pod] | tuple[None, None], *flags: str
+) -> Iterator[tuple[Process, Process, Tell]]:
     """A source on the first GPU and a reader on the last, each with its daemon, in these pods or here."""
     folder, secret, engines, rests = fleet.directory / "node", fleet.directory / "secret", [], []
     folder.mkdir(exist_ok=True)
@@ -197,7 +226,7 @@ def pair(fleet: Fleet, places: tuple[Pod, Pod] | tuple[None, None]) -> Iterator[
             socket = fleet.directory / f"{role}-{'apart' if place else 'here'}.sock"
             command = [
                 sys.executable, "-m", "kvferryd", "serve", "--device", f"cuda:{gpu}", "--rest", rest, "--peer", peer,
-                "--roster", peer, "--engine-socket", str(socket), "--drain-timeout-s", "0",
+                "--roster", peer, "--engine-socket", str(socket), "--drain-timeout-s", "0", *flags,
             ]  # fmt: skip
             if place:
                 command += ["--peer-secret-file", str(secret), "--allow-peers", "10.77.1.0/24"]
@@ -209,14 +238,14 @@ def pair(fleet: Fleet, places: tuple[Pod, Pod] | tuple[None, None]) -> Iterator[
         yield source, reader, lambda done: reader.do("record", rest=rests[1], transfer_id=done["transfer_id"])
 
 
-def rates(source: Process, reader: Process, tell: Tell) -> tuple[dict[str, Any], float]:
+def rates(source: Process, reader: Process, tell: Tell, way: str = "mapped") -> tuple[dict[str, Any], float]:
     """The last record, and GB/s while bytes moved: the median of several requests, all compared word by word."""
     address, found = source.do("tell")["address"], []
     for _ in range(REPEATS):
         request_id = uuid.uuid4().hex
         source.do("publish", request_id=request_id)
         found.append(tell(reader.do("receive", request_id=request_id, address=address)))
-    assert {each["path"] for each in found} == {"mapped"}, found[-1]["ways"]
+    assert {(each["path"], each["transport"]) for each in found} == {(way, "cuda_ipc")}, found[-1]["ways"]
     return found[-1], statistics.median(each["bytes_per_s"] for each in found[1:]) / 1e9
 
 
@@ -232,6 +261,17 @@ def test_nvlink_between_pods(own_fleet: Fleet) -> None:
         assert seen(*engines[:2]) == [[GPUS[0].uuid], [GPUS[FAR].uuid]]
         record, apart = rates(*engines)
     print(f"mapped, 671 MB: {apart:.0f} GB/s between pods, {here:.0f} in one namespace; {record['phases_ms']}")
+
+
+@pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("flags", STAGED, ids=["staged", "strict"])
+def test_slots_are_read_over_nvlink_between_pods(own_fleet: Fleet, flags: tuple[str, ...]) -> None:
+    with pair(own_fleet, (None, None), *flags) as engines:
+        _, here = rates(*engines, way="staged")
+    with pods() as places, pair(own_fleet, places, *flags) as engines:
+        assert seen(*engines[:2]) == [[GPUS[0].uuid], [GPUS[FAR].uuid]]
+        record, apart = rates(*engines, way="staged")
+    print(f"staged, 671 MB: {apart:.0f} GB/s between pods, {here:.0f} in one namespace; {record['phases_ms']}")
 
 
 @pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")

@@ -208,7 +208,7 @@ async def test_auto_maps_where_every_way_can_be_taken(fleet) -> None:
 async def test_strict_daemons_stage_and_expose_slots_only(fleet) -> None:
     near, far = await daemon(fleet, "strict", 0, *STRICT), await daemon(fleet, "strict", FAR, *STRICT)
     async with engines([near], [far], Shape(), Shape(axes=HND)) as (source, destination):
-        await moved(source, destination)
+        assert (await moved(source, destination)).transport == "cuda_ipc"
         async with RouterClient(far.url) as router:
             (peer,) = await router.peers()
         assert peer.ways["staged"] == ""
@@ -218,7 +218,9 @@ async def test_strict_daemons_stage_and_expose_slots_only(fleet) -> None:
             mapping = stub.Map(peer_pb2.MapRequest(engine_id=source.engine_id, epoch=source.epoch))
             mappable = await mapping.read()
             assert not mappable.regions and "strict" in mappable.refusal
-            assert mappable.slots.allocation_nbytes - said.staging.nbytes <= cuda.GRANULE  # and nothing beside them
+            assert (
+                mappable.slots.allocation.allocation_nbytes - said.staging.nbytes <= cuda.GRANULE
+            )  # and nothing beside them
             mapping.cancel()
         assert not said.regions
         source.ranks[0].tensor.fill_(MARK)

@@ -171,7 +171,6 @@ UNDER_WAY: dict[str, Row] = {
     "Peers._preparing": lambda kept: 2 * kept.others,
     "Pairings._making": lambda kept: kept.others,
     "MappedMemory.regions": lambda kept: 0,
-    "MappedMemory._held": lambda kept: 0,
     "Outbox._waiting": lambda kept: 256 * kept.of("Outbox"),
     "Callers._ended": lambda kept: kept("Callers._under_way"),
     "Callers._turns": lambda kept: kept("Callers._under_way"),

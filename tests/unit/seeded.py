@@ -154,6 +154,7 @@ class Run:
         ranks = self.rng.choice(((1, 2), (2, 2), (2, 1), (1, 1), (2, 2), (1, 3)))
         self.heads = max(2, *ranks)
         self.way = self.rng.choice(("direct", "staged", "auto"))
+        self.world.maps_slots = self.rng.random() < 0.5
         self.addresses = {
             engine: {rank: f"127.0.0.1:{port + rank}" for rank in range(count)}
             for engine, count, port in zip(("prefill", "decode"), ranks, (7001, 7101), strict=True)

@@ -728,6 +728,8 @@ class World:
         self.copies: list[Copies] = []
         self.calls: list[Unary | Stream] = []
         self.processes: dict[str, Process] = {}
+        self.maps_slots = False
+        """Whether a reader has its source's slots mapped: at their own address, for there is one process."""
         self.asked: Counter[str] = Counter()
         """How often each call with one answer was made."""
 
@@ -754,6 +756,8 @@ class World:
         patched.setattr("kvferryd.engine.registration.HostCopies", copies)
         patched.setattr("kvferryd.ferry.provider", lambda *_: Provider(self.memory, self.arena_nbytes))
         patched.setattr("kvferryd.peers.peers.Screen", Screen)
+        slots = property(lambda rank: rank.staging.span.address if self.maps_slots else None)
+        patched.setattr("kvferryd.peers.peer.PeerRank.slots_here", slots)
         patched.setattr("kvferryd.peers.channels._dial", lambda address, _: Channel(self, address))
 
     def pending(self) -> list[Step]:

@@ -8,7 +8,7 @@ from kvferry.schemas import ErrorBody, LeaseState, RankTransfer, TransferState
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
 from kvferryd.observe.metrics import FAILURES, REFUSALS, WAYS, Few, Metrics
-from kvferryd.paths import PathName
+from kvferryd.paths.move import PathName, Transport
 
 pytestmark = pytest.mark.anyio
 
@@ -78,7 +78,7 @@ def test_what_is_known_is_counted_from_0_so_that_a_rate_sees_the_first() -> None
     for path, transport in WAYS:
         labels = f'path="{path}",peer_engine="prefill",transport="{transport}"'
         assert f"kvferry_read_bytes_total{{{labels}}} 0.0" in said
-    assert {(path.value, path.transport) for path in PathName} == set(WAYS)
+    assert {path for path, _ in WAYS} == set(PathName) and {transport for _, transport in WAYS} == set(Transport)
 
 
 def test_no_series_says_only_when_another_was_made() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import functools
 import threading
@@ -25,6 +26,7 @@ from kvferryd.copy.runner import Runner
 from kvferryd.engine.registration import _made_arena
 from kvferryd.engine.registry import Engines
 from kvferryd.engine.session import Session
+from kvferryd.memory import Probe
 from kvferryd.memory.host import HostProvider
 from kvferryd.staging.arena import Arena
 from kvferryd.transport.agent import Agent
@@ -80,16 +82,17 @@ class Gpu:
 
     def __init__(self) -> None:
         self.mapped, self.slow = 0, Slow(Memory())
+        self.memory = ctypes.create_string_buffer(b"k", 1)
 
     def bind(self) -> None: ...
 
     def stream(self) -> Any:
-        return SimpleNamespace(synchronize=lambda: None, close=lambda: None)
+        return SimpleNamespace(copy=ctypes.memmove, synchronize=lambda: None, close=lambda: None)
 
     def open(self, handle: bytes) -> Any:
         self.slow.make()
         self.mapped += 1
-        return SimpleNamespace(close=self._unmap)
+        return SimpleNamespace(address=ctypes.addressof(self.memory), nbytes=1, close=self._unmap)
 
     def _unmap(self) -> None:
         self.mapped -= 1
@@ -99,7 +102,7 @@ async def test_a_mapping_that_comes_when_nobody_waits_for_it_any_more_is_ended()
     """As that of a handshake that has timed out: it would keep the peer's memory taken."""
     gpu = Gpu()
     runner = Runner(SimpleNamespace(device=gpu, close=lambda: None), 1)  # type: ignore[arg-type]
-    await gpu.slow.given_up(runner.open(cuda.Exported(b"", 0, 1, ""), 1))
+    await gpu.slow.given_up(runner.open(cuda.Exported(b"", 0, 1, ""), 1, Probe(0, b"k")))
     await runner.call(lambda: None)  # after it, on the thread
     assert gpu.mapped == 0
     assert await runner.close()

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import re
 import weakref
 from collections.abc import Coroutine
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +19,19 @@ from stepped import BLOCKS, SLOTS, Daemon, manifest_of, stepping
 from stepwise import Copies, World
 
 from kvferry.errors import KvferryError
+from kvferry.file import File
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
+from kvferry.v1 import engine_pb2, peer_pb2
+from kvferryd.api.callers import Callers
+from kvferryd.api.node import NodeSocket
+from kvferryd.api.peer import PeerService
+from kvferryd.memory import Probe, Region
+from kvferryd.memory.node import SOCKET, NodeDir
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.record import record_of
 from kvferryd.transfers.transfer import Transfer
+from kvferryd.transport.read import Span
 
 SOURCE, READER = "127.0.0.1:7001", "127.0.0.1:7002"
 
@@ -123,6 +135,60 @@ def test_an_engine_is_told_which_tokens_have_come(pair: Pair, way: str) -> None:
     assert told.nbytes == tokens[0][:, 1:4].nbytes
     assert np.array_equal(tokens[0][:, 1:4], tokens[1][:, 1:4])
     assert np.array_equal(np.delete(before, [1, 2, 3], 1), np.delete(tokens[1], [1, 2, 3], 1))
+
+
+def test_slots_that_are_mapped_are_scattered_from_where_they_are(pair: Pair) -> None:
+    """No READ of a slot, and the source has it back only when the copy is over."""
+    world, source, blocks = pair.world, pair.source.engine, range(8)
+    world.maps_slots = True
+    pair.source.publish("r", blocks)
+    transfer = pair.receive(blocks, "staged")
+    arena, scatters = source.arena, pair.reader.engine.arena
+    assert arena is not None and scatters is not None and isinstance(scatters.copies, Copies)
+    slots, copied = range(arena.span.address, arena.span.address + arena.span.nbytes), 0
+    while world.step(0):
+        assert not [flight for flight in world.flights() for address, *_ in flight.read.remote if int(address) in slots]
+        copied = max(copied, len(scatters.copies.queue))
+        assert arena.used_nbytes >= len(scatters.copies.queue) * arena.slot_nbytes
+    told = record_of(transfer)
+    assert (told.state, told.path, told.transport) == (TransferState.DONE, "staged", "cuda_ipc")
+    assert copied and pair.is_there(blocks) and not arena.used_nbytes and not scatters.used_nbytes
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_slots_are_handed_over_as_a_cache_is_to_readers_of_the_node_alone(
+    pair: Pair, tmp_path: Path, *, strict: bool
+) -> None:
+    """Memory of cuMemCreate, as far as messages tell: a file, and a probe."""
+    source, node = pair.source, NodeDir(tmp_path, "0" * 32)
+    arena = source.engine.arena
+    assert arena is not None
+    with ExitStack() as undo:
+        arena.region, cache = (of_files(span, undo) for span in (arena.span, source.engine.session.regions[0].span))
+        source.engine.session.regions[0] = cache
+        source.ferry.node, source.ferry.config = node, source.ferry.config.model_copy(update={"strict": strict})
+        source.process.service = PeerService(
+            source.ferry, Callers(source.ferry.config.allow_peers, None), NodeSocket(node)
+        )
+        for its, offered in ((node.id, True), ("1" * 32, False), ("", False)):
+            with pair.world.within(pair.reader.process):
+                asked = peer_pb2.MapRequest(engine_id="prefill", epoch=source.engine.epoch, node=its)
+                call: Any = pair.reader.ferry.peers_known.channels.open(SOURCE).stub.Map(asked)
+                reading = pair.world.loop.create_task(call.__anext__())
+            pair.world.run()
+            reply = reading.result()
+            assert bool(reply.refusal) is strict and len(reply.regions) == (not strict)
+            for each in (reply.slots, *reply.regions):
+                assert bool(each.shared.ticket) is offered and ("node_dir" in each.refusal) is not offered
+            assert bool(re.fullmatch(SOCKET, reply.socket)) is offered
+            call.cancel()
+            pair.world.run()
+
+
+def of_files(span: Span, undo: ExitStack) -> Region:
+    file = undo.enter_context(File(os.memfd_create("memory")))
+    told = engine_pb2.Memory(nbytes=span.nbytes, vmm=engine_pb2.CudaAllocations(nbytes=[span.nbytes]))
+    return Region(span, True, told, ExitStack(), probe=lambda: Probe(0, b"there"), files=(file,))
 
 
 # ---- a copy out of the reader's arena ----

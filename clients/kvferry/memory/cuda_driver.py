@@ -53,6 +53,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
     "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceGetUuid_v2": (POINTER(Uuid), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),

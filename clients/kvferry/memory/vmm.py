@@ -23,6 +23,8 @@ from kvferry.memory.handover import MAX_FILES, too_many_files
 POSIX_FD = 1
 """CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, also a bit of the pointer attribute that lists the allowed types."""
 _MAPPING_NBYTES, _MAPPING_BASE = 18, 19
+_RDMA_SUPPORTED = 110
+"""CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED."""
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 _MOST_NBYTES = 1 << 46
 
@@ -64,8 +66,10 @@ def create(device: Device, nbytes: int) -> File:
     """New memory of the device, not cleared, as the descriptor that keeps it. nbytes: whole granules. Raises
     KvferryError (`out_of_memory`)."""
     wanted = Properties(type=_PINNED, handle_types=POSIX_FD, location=Location(_ON_DEVICE, device.index))
-    handle = c_uint64()
+    handle, rdma = c_uint64(), c_int()
     with device:
+        call("cuDeviceGetAttribute", byref(rdma), _RDMA_SUPPORTED, device.index)
+        wanted.rdma = rdma.value  # else no NIC can be given it
         call("cuMemCreate", byref(handle), nbytes, byref(wanted), 0)
         return File(_released(handle))
 

@@ -274,10 +274,10 @@ class MapReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REGIONS_FIELD_NUMBER: builtins.int
-    SLOTS_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
     SOCKET_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
     refusal: builtins.str
     """why no region is mappable, in words"""
     socket: builtins.str
@@ -287,17 +287,17 @@ class MapReply(google.protobuf.message.Message):
     @property
     def regions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MappableRegion]: ...
     @property
-    def slots(self) -> kvferry.v1.engine_pb2.CudaAllocation:
-        """the staging arena, on a GPU: held open, so that no READ need map it"""
+    def slots(self) -> Global___MappableRegion:
+        """the staging arena; a strict source offers it alone"""
 
     def __init__(
         self,
         *,
         regions: collections.abc.Iterable[Global___MappableRegion] | None = ...,
-        slots: kvferry.v1.engine_pb2.CudaAllocation | None = ...,
         refusal: builtins.str = ...,
         socket: builtins.str = ...,
         session: builtins.str = ...,
+        slots: Global___MappableRegion | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["slots", b"slots"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["refusal", b"refusal", "regions", b"regions", "session", b"session", "slots", b"slots", "socket", b"socket"]) -> None: ...

@@ -113,20 +113,20 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     @stream
     async def Map(self, request: peer_pb2.MapRequest, context: Context) -> AsyncIterator[peer_pb2.MapReply]:
         engine = self._of_epoch(request.engine_id, request.epoch)
-        reply, arena = peer_pb2.MapReply(), engine.arena
-        if arena is not None and arena.span.kind == "cuda":
-            reply.slots.CopyFrom(arena.exported.cuda)
-        if self._ferry.config.strict:
+        reply, arena, strict = peer_pb2.MapReply(), engine.arena, self._ferry.config.strict
+        apart = _apart(self._ferry.node, request.node)
+        if strict:
             reply.refusal = "the source is strict: it lets peers read staging slots only"
-        else:
-            regions, node = dict(engine.session.regions), self._ferry.node
-            apart = _apart(node, request.node)
-            if self._node is not None and not apart:
-                reply.socket, reply.session = self._node.name, secrets.token_urlsafe(16)
+        if self._node is not None and not apart:
+            reply.socket, reply.session = self._node.name, secrets.token_urlsafe(16)
+        slots = [] if arena is None else [(0, arena.region)]
+        regions = [] if strict else [*engine.session.regions.items()]
         try:
-            if not reply.refusal:
-                offers = {id: self._offer(region, reply.session, apart) for id, region in regions.items()}
-                reply.regions.extend(await asyncio.to_thread(_mappable, regions, offers))
+            offers = [(id, region, *self._offer(region, reply.session, apart)) for id, region in (*slots, *regions)]
+            found = await asyncio.to_thread(lambda: [_mappable(*offer) for offer in offers])
+            if slots:
+                reply.slots.CopyFrom(found.pop(0))
+            reply.regions.extend(found)
             yield reply
             await engine.session.retired.wait()  # the open stream is the memory's liveness
         finally:
@@ -320,33 +320,27 @@ def _read(request: peer_pb2.PairRequest) -> tuple[list[Manifest], Manifest]:
     return [manifest_from_proto(source) for source in request.sources], manifest_from_proto(request.destination)
 
 
-def _mappable(
-    regions: Mapping[int, Region], offers: Mapping[int, tuple[str, str]]
-) -> list[peer_pb2.MappableRegion]:  # fmt: skip
-    """offers: of `_offer`."""
-    found = []
-    for id, region in regions.items():
-        mappable = peer_pb2.MappableRegion(id=id, nbytes=region.span.nbytes)
-        found.append(mappable)
-        (ticket, why), memory = offers[id], region.exported(id)
-        if memory.HasField("vmm") and not ticket:
-            mappable.refusal = f"it is VMM-backed, which is shared as descriptors, and {why}"
-            continue
-        try:
-            probe = region.probe()
-        except KvferryError as error:  # its engine is ending
-            mappable.refusal = str(error)
-            continue
-        if probe is None:
-            mappable.refusal = region.unmappable
-            continue
-        if memory.HasField("vmm"):
-            mappable.shared.CopyFrom(memory.vmm)
-            mappable.shared.ticket = ticket
-        else:
-            mappable.allocation.CopyFrom(memory.cuda)
-        mappable.probe_offset, mappable.probe = probe.offset, probe.held
-    return found
+def _mappable(id: int, region: Region, ticket: str, why: str) -> peer_pb2.MappableRegion:
+    """ticket, why: of `_offer`."""
+    mappable, memory = peer_pb2.MappableRegion(id=id, nbytes=region.span.nbytes), region.exported(id)
+    if memory.HasField("vmm") and not ticket:
+        mappable.refusal = f"it is VMM-backed, which is shared as descriptors, and {why}"
+        return mappable
+    try:
+        probe = region.probe()
+    except KvferryError as error:  # its engine is ending
+        mappable.refusal = str(error)
+        return mappable
+    if probe is None:
+        mappable.refusal = region.unmappable
+        return mappable
+    if memory.HasField("vmm"):
+        mappable.shared.CopyFrom(memory.vmm)
+        mappable.shared.ticket = ticket
+    else:
+        mappable.allocation.CopyFrom(memory.cuda)
+    mappable.probe_offset, mappable.probe = probe.offset, probe.held
+    return mappable
 
 
 def _apart(node: NodeDir | None, theirs: str) -> str:

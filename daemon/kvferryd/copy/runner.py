@@ -126,8 +126,8 @@ class Runner:
         """Compile, one by one between other work, what peers of other layouts may need. Triton keeps it on disk."""
         self._worker.put(lambda: self._compile(USUAL))
 
-    async def open(self, allocation: cuda.Exported | Fetched, nbytes: int, probe: Probe | None = None) -> CudaRegion:
-        """Map a peer's region and make sure that it is the peer's; without `probe` it is only held, not read.
+    async def open(self, allocation: cuda.Exported | Fetched, nbytes: int, probe: Probe) -> CudaRegion:
+        """Map a peer's region and make sure that it is the peer's.
 
         End it with `unmap`. Raises KvferryError: `probe_failed`, `cuda_ipc_failed`, ...
         """
@@ -298,12 +298,11 @@ class Runner:
                 log.warning("kernel not compiled", shape=shapes[0], why=str(typed(error)))
             self._worker.put(lambda: self._compile(shapes[1:]))
 
-    def _open(self, allocation: cuda.Exported | Fetched, nbytes: int, probe: Probe | None) -> CudaRegion:
+    def _open(self, allocation: cuda.Exported | Fetched, nbytes: int, probe: Probe) -> CudaRegion:
         mapping = allocation.opened(self.device)
         region = CudaRegion(0, "cuda", nbytes, allocation.offset, self.device, mapping)
         try:
-            if probe is not None:
-                self._check(mapping, allocation, nbytes, probe)
+            self._check(mapping, allocation, nbytes, probe)
         except BaseException:
             region.close()
             raise

@@ -35,8 +35,9 @@ class CudaProvider:
     """Memory of one GPU, named by UUID (GPU-...) or by this process's number (cuda:0)."""
 
     def __init__(self, device: str, keeper: Keeper | None = None, *, shared: bool = False) -> None:
-        """keeper: holds memory that is to outlive this process. shared: such memory is made to be shared as a
-        descriptor, which needs no keeper. Raises KvferryError: `cuda_missing`, `unknown_gpu`."""
+        """keeper: holds memory that is to outlive this process. shared: all memory is made to be shared as a
+        descriptor, slots too, and outlives this process without a keeper. Raises KvferryError: `cuda_missing`,
+        `unknown_gpu`."""
         self.device, self._keeper, self._shared = cuda.device(device), keeper, shared
 
     def allocate(self, nbytes: int, *, kept: bool = False) -> Region:
@@ -44,7 +45,7 @@ class CudaProvider:
         # Whole granules: a smaller allocation shares one with its neighbours, and a handle would export them too.
         taken = -(-(nbytes + PROBE_NBYTES) // cuda.GRANULE) * cuda.GRANULE
         try:
-            if kept and self._shared:
+            if self._shared:
                 described = engine_pb2.CudaAllocations(nbytes=[taken], device_uuid=self.device.uuid)
                 return self._described(described, nbytes, vmm.create(self.device, taken), new=True)
             if kept and self._keeper is not None:

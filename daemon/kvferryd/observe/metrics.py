@@ -32,7 +32,7 @@ BYTES = tuple(float(4**power << 10) for power in range(3, 14))
 OTHER, NONE = "other", "none"
 METHODS = frozenset(map(str, HTTPMethod))
 """HTTP's own: a caller may name any, also one that has no token."""
-WAYS = (("direct", "UCX"), ("staged", "UCX"), ("mapped", "cuda_ipc"))
+WAYS = (("direct", "UCX"), ("staged", "UCX"), ("staged", "cuda_ipc"), ("mapped", "cuda_ipc"))
 """Path and transport."""
 FAILURES = (
     "aborted", "deadline", "engine_gone", "engine_taken", "lease_ended", "other_prompt", "other_weights",

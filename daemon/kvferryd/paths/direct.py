@@ -12,7 +12,7 @@ from kvferry.errors import Conflict
 from kvferryd.aio import all_done, beside
 from kvferryd.copy import Batch, mapped, moves, zeros
 from kvferryd.engine import Engine
-from kvferryd.paths.move import Move, Moved, PathName
+from kvferryd.paths.move import Move, Moved, PathName, Transport
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Runs
 from kvferryd.transport.read import Descriptors, Span
@@ -30,6 +30,9 @@ class Mapped:
         if engine.strict:
             return "this daemon is strict"
         return next((f"rank {rank}: {why}" for rank, why in peer.unmapped.items()), "")
+
+    def transport(self, _: PeerEngine) -> Transport:
+        return Transport.CUDA_IPC
 
     async def move(self, move: Move) -> Moved:
         runner = move.engine.runner
@@ -55,6 +58,9 @@ class Direct:
             return "this daemon is strict"
         hidden = [rank for rank in peer.plan.reads_from if not peer.ranks[rank].regions]
         return f"ranks {hidden} are strict" if hidden else ""
+
+    def transport(self, _: PeerEngine) -> Transport:
+        return Transport.UCX
 
     async def move(self, move: Move) -> Moved:
         """Raises TransportError of the first read that fails, KvferryError (`too_many_runs`)."""

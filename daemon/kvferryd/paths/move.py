@@ -31,10 +31,13 @@ class PathName(enum.StrEnum):
     STAGED = "staged"
     DIRECT = "direct"
 
-    @property
-    def transport(self) -> str:
-        """The carrier of the bytes, as records name it."""
-        return "cuda_ipc" if self is PathName.MAPPED else "UCX"
+
+class Transport(enum.StrEnum):
+    """The carrier of the bytes, as records name it."""
+
+    UCX = "UCX"
+    CUDA_IPC = "cuda_ipc"
+    """A copy of the reader's, from memory that is mapped there."""
 
 
 Flight = Read | Copying

@@ -1,4 +1,5 @@
-"""Staged: the source gathers into a slot, one NIXL READ fetches the slot whole, and it is scattered here.
+"""Staged: the source gathers into a slot, one NIXL READ fetches the slot whole, and it is scattered here. A slot that
+is mapped in this process is scattered from where it is, without a READ; an own slot is its credit all the same.
 
     source                       gather k+2, packed | gather k+3, packed | ...
     reader  want k, k+1, k+2 ... | READ k, k+1      | read k, want k+3   | scatter k | READ k+2 ...
@@ -27,7 +28,7 @@ from kvferryd.copy import Batch, Chunk, cut_by_rank, moves, zeros
 from kvferryd.copy.copying import Copying
 from kvferryd.engine import Engine
 from kvferryd.paths.chunks import ChunkStream
-from kvferryd.paths.move import ARENA, Flight, Move, Moved, PathName
+from kvferryd.paths.move import ARENA, Flight, Move, Moved, PathName, Transport
 from kvferryd.peers.peer import PeerEngine, Staging
 from kvferryd.plan import Left
 from kvferryd.plan.left import NOTHING
@@ -53,6 +54,11 @@ class Staged:
             return "this daemon has no staging arena"
         without = [rank for rank in peer.plan.reads_from if peer.ranks[rank].staging is None]
         return f"the daemons of ranks {without} of engine {peer.engine_id} have no staging arena" if without else ""
+
+    def transport(self, peer: PeerEngine) -> Transport:
+        """UCX where any rank's slots are not mapped."""
+        mapped = (peer.ranks[rank].slots_here is not None for rank in peer.plan.reads_from)
+        return Transport.CUDA_IPC if all(mapped) else Transport.UCX
 
     async def move(self, move: Move) -> Moved:
         """Read with a descriptor for each chunk. Raises TransportError of the first read that fails, KvferryError of a
@@ -169,10 +175,13 @@ class _Journey:
                     self.awaiting.remove(address)
                 self._waited(Awaited.PACK, address)
                 self.busy += 1
-                flight = self._read(slot, stream, chunk, packed)
-                await flight.done
-                flight = self._scatter(slot, chunk)
-                self.move.flights.append(flight)
+                if (here := stream.source.slots_here) is None:
+                    flight = self._read(slot, stream, chunk, packed)
+                    await flight.done
+                    flight = self._scatter(slot.address, chunk)
+                else:
+                    flight = self._scatter(here + packed.address - stream.span.address, chunk)
+                    await flight.done  # the source may have its slot back then
                 stream.was_read(index)
                 following = next(turns, None)
                 onward = following is not None and not self.arena.sought(Use.READ)
@@ -193,15 +202,17 @@ class _Journey:
             # Not before it is quiet: what was given up may still be in the slot.
             self.arena.give_back(slot, flight.quiet if flight is not None else None)
 
-    def _scatter(self, slot: Slot, chunk: Chunk) -> Copying:
-        """The first one writes zeros as well."""
+    def _scatter(self, address: int, chunk: Chunk) -> Copying:
+        """From the slot at this address. The first one writes zeros as well."""
         left, self.left = self.left, NOTHING
         copies, addresses = self.arena.copies, self.addresses
 
         def batches() -> list[Batch]:
-            return chunk.scatter(slot.address, addresses) + zeros(left, copies.zeros, addresses)
+            return chunk.scatter(address, addresses) + zeros(left, copies.zeros, addresses)
 
-        return copies.start(chunk.nbytes + left.nbytes, batches, self.move.priority)
+        copy = copies.start(chunk.nbytes + left.nbytes, batches, self.move.priority)
+        self.move.flights.append(copy)
+        return copy
 
     def _read(self, slot: Slot, stream: ChunkStream, chunk: Chunk, packed: peer_pb2.Packed) -> Read:
         own, far = self.arena.span, stream.span

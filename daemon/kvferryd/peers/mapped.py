@@ -15,7 +15,7 @@ from kvferry.memory import CudaRegion, cuda
 from kvferry.memory.handover import EXCHANGE_S, fetch
 from kvferry.memory.vmm import Fetched
 from kvferry.threads import made
-from kvferry.v1 import engine_pb2, peer_pb2
+from kvferry.v1 import peer_pb2
 from kvferryd.copy.runner import Runner
 from kvferryd.engine import Engine
 from kvferryd.memory import Probe
@@ -30,16 +30,17 @@ TRIES = 3
 
 
 class MappedMemory:
-    def __init__(self, channel: Channel, manifest: Manifest) -> None:
-        self._channel, self._manifest = channel, manifest
+    def __init__(self, channel: Channel, manifest: Manifest, slots_nbytes: int) -> None:
+        """slots_nbytes: of the rank's staging arena; 0 for none."""
+        self._channel, self._manifest, self._slots_nbytes = channel, manifest, slots_nbytes
         self.regions: dict[int, CudaRegion] = {}
         """The rank's regions in this process, where they are mapped."""
         self.refusal = ""
         """Why they are not."""
+        self.slots: CudaRegion | None = None
+        """Its staging arena in this process, where that is mapped."""
         self.call: grpc.aio.UnaryStreamCall[peer_pb2.MapRequest, peer_pb2.MapReply] | None = None
         """Open while anything is mapped. After its end, treat the memory as gone."""
-        self._held: list[CudaRegion] = []
-        """The staging arena, so that UCX need not map it for each descriptor."""
         self._runner: Runner | None = None
         self._node: NodeDir | None = None
 
@@ -67,7 +68,7 @@ class MappedMemory:
     async def _map(self, runner: Runner, *, strict: bool) -> bool:
         """Whether a second try would end as this one. Raises KvferryError when the rank does not answer."""
         manifest = self._manifest
-        node = self._node.id if self._node is not None and not strict else ""
+        node = self._node.id if self._node is not None else ""
         request = peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch, node=node)
         self.call = self._channel.stub.Map(request)
         async with asking(self._channel.contact):
@@ -80,22 +81,27 @@ class MappedMemory:
             fetched = await self._fetched(reply, offered)
         except KvferryError as error:
             self.refusal, offered, fetched = _said(error), {}, {}
-        if reply.HasField("slots"):
-            try:
-                self._held.append(await runner.open(_exported(reply.slots), 0))
-            except KvferryError as error:  # another host's, or a GPU that is hidden from us: UCX cannot map it either
-                log.debug("arena not held", address=self._channel.address, why=str(error))
+        await self._map_slots(runner, reply)
         try:
             for id, region in offered.items():
-                probe = Probe(region.probe_offset, region.probe)
-                allocation = fetched.pop(id) if id in fetched else _exported(region.allocation)
-                self.regions[id] = await runner.open(allocation, region.nbytes, probe)
+                self.regions[id] = await _opened(runner, region, fetched.pop(id, None))
         except KvferryError as error:
             regions, self.regions = self.regions, {}
             await self._give_up(regions.values())
             self.refusal = _said(error)
             return error.code != "probe_failed"
         return True
+
+    async def _map_slots(self, runner: Runner, reply: peer_pb2.MapReply) -> None:
+        """NIXL reads them where they are not mapped."""
+        offered = reply.slots
+        try:
+            if offered.refusal or not 0 < self._slots_nbytes <= offered.nbytes:
+                raise Conflict("not_mappable", shorten(offered.refusal, LONGEST) or "it offers no such arena")
+            fetched = await self._fetched(reply, {0: offered})
+            self.slots = await _opened(runner, offered, fetched.get(0))
+        except KvferryError as error:
+            log.info("slots not mapped", address=self._channel.address, why=_said(error))
 
     def _wanted(self, reply: peer_pb2.MapReply) -> dict[int, peer_pb2.MappableRegion]:
         """The offer for each region that the manifest names. Raises KvferryError (`not_mappable`)."""
@@ -136,7 +142,7 @@ class MappedMemory:
         """Nothing may read from what was mapped any more. Idempotent."""
         self.hang_up()
         self.call = None
-        every, self.regions, self._held = [*self.regions.values(), *self._held], {}, []
+        every, self.regions, self.slots = [*self.regions.values(), *filter(None, [self.slots])], {}, None
         await self._give_up(every)
 
     async def _give_up(self, every: Iterable[CudaRegion]) -> None:
@@ -156,5 +162,8 @@ def _said(error: KvferryError) -> str:
     return f"{error.message} ({error.code} {error.value})"
 
 
-def _exported(given: engine_pb2.CudaAllocation) -> cuda.Exported:
-    return cuda.Exported(given.handle, given.offset, given.allocation_nbytes, given.device_uuid)
+async def _opened(runner: Runner, offered: peer_pb2.MappableRegion, fetched: Fetched | None) -> CudaRegion:
+    """fetched: its descriptors; None for memory with a handle. Raises KvferryError."""
+    given = offered.allocation
+    handle = cuda.Exported(given.handle, given.offset, given.allocation_nbytes, given.device_uuid)
+    return await runner.open(fetched or handle, offered.nbytes, Probe(offered.probe_offset, offered.probe))

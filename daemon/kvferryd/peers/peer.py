@@ -104,7 +104,7 @@ class PeerRank:
     _stream: ReaderStream | None = None
 
     def __post_init__(self) -> None:
-        self.mapped = MappedMemory(self.channel, self.manifest)
+        self.mapped = MappedMemory(self.channel, self.manifest, self.staging.span.nbytes if self.staging else 0)
 
     @property
     def address(self) -> str:
@@ -115,6 +115,11 @@ class PeerRank:
         """The spans that it lets us read."""
         regions = [self.regions[id] for id in sorted(self.regions)]
         return [*regions, self.staging.span] if self.staging else regions
+
+    @property
+    def slots_here(self) -> int | None:
+        """The address of its staging arena in this process; None where it is not mapped."""
+        return self.mapped.slots.address if self.mapped.slots else None
 
     @property
     def stub(self) -> peer_pb2_grpc.PeerAsyncStub:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.errors import KvferryError, Malformed, Unavailable
-from kvferry.v1 import engine_pb2
 from kvferryd.aio import Timer
 from kvferryd.copy.runner import Copies
 from kvferryd.memory import Region
@@ -63,11 +62,6 @@ class Arena:
         self._waiting: deque[tuple[Use, asyncio.Future[Slot]]] = deque()
         self._kept: set[Slot] = set()
         self.closed = False
-
-    @property
-    def exported(self) -> engine_pb2.Memory:
-        """How another process of this host can map it."""
-        return self.region.exported(0)
 
     @property
     def used_nbytes(self) -> int:

@@ -24,7 +24,7 @@ def share_of(transfer: Transfer) -> RankTransfer:
         bytes=transfer.nbytes,
         descriptors=course.descriptors,
         path=path.value if path else "",
-        transport=path.transport if path else "",
+        transport=course.transport,
         phases_ms=course.told(),
         bytes_per_s=round(1e3 * transfer.nbytes / moving_ms) if moving_ms else 0.0,
         took_ms=course.took_ms if transfer.state.ended else None,

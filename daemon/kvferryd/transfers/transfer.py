@@ -42,6 +42,7 @@ class Course:
         """The half that comes last."""
         self.waits = Waits()
         self.path: PathName | None = None
+        self.transport = ""
         self.descriptors = 0
 
     def order_came(self, *, reserved: bool) -> None:

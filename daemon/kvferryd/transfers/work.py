@@ -271,7 +271,7 @@ class Work:
         moved = t.Moved()
         if bound.nbytes:
             path = await paths.choose(order.way or self._around.config.way, bound, engine, peer)
-            course.path = path.name
+            course.path, course.transport = path.name, path.transport(peer)
             began = time.monotonic()
             move = Move(
                 bound, own, do.tokens, do.states, engine, peer, readers, order.priority, self._of.deadline,
