@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 venv = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $$(test ! -f $(1)/pyvenv.cfg || echo --clear) $(1)
 
 .PHONY: help setup demo test test-slow test-long test-faults test-all engines-venv engines-sglang test-engines test-engines-all test-sglang
-.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-tcp stepwise simulate mutants soak soak-vllm lint format proto reference models bench release clean
+.PHONY: bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu bench-tcp stepwise simulate mutants soak soak-vllm lint format proto reference models bench release clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,6 +132,9 @@ bench-tcp: $(READY) $(ENGINES_READY) ## host memory over TCP alone, beside NIXL 
 
 bench-sglang: $(READY) $(SGLANG_READY) ## handover between real SGLang engines, beside SGLang's own NIXL backend
 	@$(BIN)/python tests/engines/bench_sglang.py $(BENCH)
+
+bench-sglang-gpu: $(READY) ## the same on two GPUs; SGLANG_VENV: an environment with SGLang for CUDA
+	@$(BIN)/python tests/engines/bench_sglang.py --gpus 0,1 $(BENCH)
 
 release: $(RELEASE_READY) ## wheel, source archive, chart, images, SBOM and checksums of a tag, into dist/ (docs/releasing.md)
 	@$(RELEASE_VENV)/bin/python deploy/release.py

@@ -79,7 +79,8 @@ class Cell:
             return "0 | | | |"
         p90 = statistics.quantiles(self.handover_ms, n=10, method="inclusive")[-1]
         requests = len(self.handover_ms)
-        return f"{requests} | {self.p50:.0f} | {p90:.0f} | {max(self.handover_ms):.0f} | {self.cpu_s / requests:.2f}"
+        told = " | ".join(f"{ms:.1f}" if ms < 100 else f"{ms:.0f}" for ms in (self.p50, p90, max(self.handover_ms)))
+        return f"{requests} | {told} | {self.cpu_s / requests:.2f}"
 
 
 def handover_ms(both: Pair, http: httpx.Client, tokens: list[int]) -> float:
@@ -140,9 +141,9 @@ def measure(
             cell.cpu_s += cpu_seconds(fleet) - before
 
 
-def cells(names: Iterable[str]) -> dict[str, dict[Row, Cell]]:
+def cells(names: Iterable[str], lengths: Iterable[int] = LENGTHS) -> dict[str, dict[Row, Cell]]:
     """Without a request, by connector."""
-    return {name: {row: Cell() for row in product(LENGTHS, FLIGHTS)} for name in names}
+    return {name: {row: Cell() for row in product(lengths, FLIGHTS)} for name in names}
 
 
 def print_table(cells: Mapping[str, Mapping[Row, Cell]]) -> None:

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -39,6 +39,18 @@ FLAGS = (
 class SglangFleet(Engines):
     """A Fleet that also starts SGLang and its router, from a virtual environment of their own."""
 
+    sglang_flags: ClassVar[Sequence[str]] = FLAGS
+
+    def sglang_environment(self, backend: str, ranks: int) -> dict[str, str]:
+        """Of an engine with so many ranks, of all its stages or DP ranks."""
+        return {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH")))),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": "nixl_on_host" if backend == "nixl" else "few_models",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * ranks),
+        }
+
     def sglang(
         self,
         name: str,
@@ -51,36 +63,37 @@ class SglangFleet(Engines):
         backend: str = "kvferry",
         bootstrap: int | None = None,
         flags: Sequence[str] = (),
+        gpu: str = "",
     ) -> SglangEngine:
         """Start an engine of `model` and, where kvferry is the backend, a daemon for each of its ranks; with several
         DP ranks, for each of theirs.
 
         ranks: of each stage of a pipeline, or of each DP rank. mode: prefill, decode, or null, alone. bootstrap: the
-        port of another engine, which has ended. Raises ServiceError.
+        port of another engine, which has ended. gpu: of an engine of one rank, and of its daemon. Raises ServiceError.
         """
         ours = backend == "kvferry" and mode != "null"
         daemons = [
-            each for dp_rank in range(dp if ours else 0) for each in self.daemons(f"{name}-{dp_rank}", ranks * stages)
+            each
+            for dp_rank in range(dp if ours else 0)
+            for each in self.daemons(f"{name}-{dp_rank}", ranks * stages, devices=[f"cuda:{gpu}"] if gpu else ())
         ]
         asyncio.run(self.ready(*daemons, timeout_s=DAEMON_S))
         port, bootstrap = self.free_port(), bootstrap or self.free_port()
         command = [
-            "/usr/bin/env", f"PYTHONPATH={os.pathsep.join(filter(None, (str(SITE), os.environ.get('PYTHONPATH'))))}",
+            "/usr/bin/env", *([f"CUDA_VISIBLE_DEVICES={gpu}"] if gpu else []),
             f"KVFERRY_SGLANG_SOCKET={self.directory / f'{name}-{{dp_rank}}-{{rank}}.sock'}",
             f"KVFERRY_SGLANG_ENGINE_ID={name}",
-            "SGLANG_USE_CPU_ENGINE=1", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=0",
-            f"SGLANG_EXTERNAL_MODEL_PACKAGE={'nixl_on_host' if backend == 'nixl' else 'few_models'}",
-            f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join([f'0-{(os.cpu_count() or 1) - 1}'] * ranks * stages * dp)}",
+            *(f"{key}={value}" for key, value in self.sglang_environment(backend, ranks * stages * dp).items()),
             str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(self.directory / "model"),
             "--host", HOST, "--port", str(port), "--random-seed", "0", "--page-size", str(page_size),
             "--tp", str(ranks * dp if "--enable-dp-attention" in flags else ranks), "--dp", str(dp),
-            "--pp-size", str(stages), *FLAGS, *flags,
+            "--pp-size", str(stages), *self.sglang_flags, *flags,
         ]  # fmt: skip
         if dp == 1:  # each DP rank needs another one, which SGLang chooses
             command += ["--nccl-port", str(self.free_port())]
         command += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
         command += ["--disaggregation-bootstrap-port", str(bootstrap)]
-        if mode == "decode":
+        if mode == "decode" and not gpu:
             command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         process, log = self._start(f"sglang-{name}", command)
         url = f"http://{HOST}:{port}"
