@@ -1,11 +1,13 @@
-"""Print what is left of a request whose last publish a real daemon refuses; with the daemon's PID and a method of its
-sender, what that raises when a part was sent and the daemon stands still. Run by the Python of SGLang's environment.
+"""Print what is left of a request whose last publish a real daemon refuses, and whose a room is when a lease has ended;
+with the daemon's PID and a method of its sender, what that raises when a part was sent and the daemon stands still. Run
+by the Python of SGLang's environment.
 
 .venv-sglang/bin/python tests/engines/sglang_refused.py SOCKET URL [PID METHOD]
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -49,14 +51,42 @@ def main() -> None:
             weights=Weights(client, "refused/1", logging.info),
         ),
     )  # fmt: skip
-    request = Sender(manager, "address", 7)
-    request.bind(request_of(7))
-    request.init(4)
-    for pages in ([1, 2],) if stop else ([1, 2], [3, 4]):
-        request.send(np.array(pages, np.int32))
+    request = sent(manager, 7, [1, 2], *([] if stop else [[3, 4]]))
     told = silent(request, stop, sys.argv[4]) if stop else refused(request, sys.argv[2])
-    print(json.dumps(told | {"rooms": odd_rooms(manager)}))
+    nbytes = 8
+    print(json.dumps(told | {"rooms": odd_rooms(manager), "held": held(manager, sys.argv[2])}))
     client.close()
+
+
+def sent(manager: Any, room: int, *chunks: list[int]) -> Sender:
+    """A request of four pages, of which SGLang has sent these."""
+    request = Sender(manager, "address", room)
+    request.bind(request_of(room))
+    request.init(4)
+    for pages in chunks:
+        request.send(np.array(pages, np.int32))
+    return request
+
+
+def held(manager: Any, url: str) -> list[bool]:
+    """Whether another request is refused in a room: when the lease of its request has ended, when SGLang has heard that
+    it failed, and when SGLang has cleared one."""
+    first = sent(manager, 8, [1, 2], [3, 4])
+    until(lambda: bool(leases(url)))
+    httpx.delete(f"{url}/v1/leases/room-8", trust_env=False).raise_for_status()
+    until(lambda: first.poll() == KVPoll.Failed)
+    told = [taken(manager, 8)]
+    with contextlib.suppress(KVTransferError):
+        first.failure_exception()
+    told.append(taken(manager, 8))
+    cleared = sent(manager, 9)
+    told.append(taken(manager, 9))
+    cleared.clear()
+    return [*told, taken(manager, 9)]
+
+
+def taken(manager: Any, room: int) -> bool:
+    return sent(manager, room).poll() == KVPoll.Failed
 
 
 def request_of(room: object) -> Any:

@@ -116,9 +116,6 @@ class Sender(BaseKVSender):
         except Unsettled as error:
             await error.quiesced()
             raise
-        finally:
-            if last and not self._aborted:
-                self.kv_mgr.senders.pop(self._room, None)
 
     def poll(self) -> Any:
         if self._state is None and self._end is not None and self._end.done():
@@ -147,9 +144,9 @@ class Sender(BaseKVSender):
     def _withdraw(self) -> None:
         if self._aborted:
             return
-        self._aborted = True
+        self.clear()
         try:
-            told = self._daemon.start(self._tell_readers())
+            told = self._daemon.start(self._daemon.client.withdraw(self._name))
             if self._began is not None:
                 told.result()
         except Unsettled as error:
@@ -157,12 +154,12 @@ class Sender(BaseKVSender):
         except KvferryError as error:  # refused, so there is no lease; or the client is closed, as the engine stops
             log.debug("%s", error)
 
-    async def _tell_readers(self) -> None:
-        if self.kv_mgr.senders.get(self._room) is self:  # else its lease has ended: another's may be there
-            try:
-                await self._daemon.client.withdraw(self._name)
-            finally:
-                self.kv_mgr.senders.pop(self._room, None)
+    def clear(self) -> None:
+        """SGLang has done with this: its room is free. The first stage of a pipeline may not be ahead of the others,
+        where the lease may end later: a room that it gives to another request is free on all of them. They hear of ends
+        and of requests from it, in its order."""
+        self._aborted = True
+        self.kv_mgr.senders.pop(self._room, None)
 
     def failure_exception(self) -> None:
         """Raises why this failed; on the other ranks, which end with it, that it was another one. SGLang takes their
