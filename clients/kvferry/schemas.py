@@ -535,11 +535,31 @@ class Info(_Answer):
     uptime_s: float
 
 
+class FailedRequest(_Answer):
+    """A request that failed. at: seconds since 1970. transfer_id: empty where what failed is a lease here that nobody
+    has read. engine_id: the engine that was read."""
+
+    at: float
+    request_id: str
+    transfer_id: str = ""
+    engine_id: str
+    error: ErrorBody
+
+
+class FailedLately(_Answer):
+    """failed: requests that failed in the last five minutes: what was read here, on rank 0 on any rank of its engine;
+    and leases here that have expired or could not be published. last: the last of them."""
+
+    failed: int
+    last: FailedRequest
+
+
 class Totals(_Answer):
     """Totals that this daemon holds now, and has moved since its start. Each daemon of an engine of several ranks
     counts its own share.
 
     transfers, leases: how many are in each state; those that have ended count for as long as they are remembered.
+    Rank 0 counts a transfer that is over as it ended on all ranks.
     waiting: how many transfers wait for what. queue: transfers without an order or a reservation, and waits for a
     staging slot. unfreed_bytes: memory of sessions that are over, which could not be freed or may still be written.
     read_bytes, served_bytes: they never become less while the daemon runs. process_bytes: the memory of the daemon's
@@ -558,6 +578,7 @@ class Totals(_Answer):
     read_bytes: int
     served_bytes: int
     process_bytes: int = 0
+    failed_lately: FailedLately | None = None
 
 
 class MarkKind(enum.StrEnum):
@@ -623,11 +644,22 @@ class History(_Answer):
     peers: list[HistoryPeer] = []
 
 
+class Standing(enum.StrEnum):
+    """How a daemon stands."""
+
+    READY = "ready"
+    DEGRADED = "degraded"
+    """It takes work, and something is wrong: there is a warning, or a request failed in the last five minutes."""
+    NOT_READY = "not ready"
+
+
 class Readiness(_Answer):
-    """reasons: why no work should be sent here. warnings: what is wrong and does not stop other work: peers that do not
-    answer, memory that could not be given back."""
+    """ready: whether work should be sent here. state: whether all is well, too. reasons: why no work should be sent.
+    warnings: what is wrong and does not stop other work: peers that do not answer, memory that could not be given back.
+    The failures are in `failed_lately` of /v1/totals."""
 
     ready: bool
+    state: Standing
     reasons: list[str] = []
     warnings: list[str] = []
 

@@ -422,9 +422,11 @@ class Ferry:
                 reasons.append(f"{name}: the daemon that keeps its roster does not answer: {engine.unseeded}")
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
-        return schemas.Readiness(
-            ready=not reasons, reasons=reasons, warnings=self._silent() + self.registry.unfreed.said()
-        )
+        warnings = self._silent() + self.registry.unfreed.said()
+        wrong = bool(warnings) or self.history.failures.lately() is not None
+        well = schemas.Standing.DEGRADED if wrong else schemas.Standing.READY
+        state = schemas.Standing.NOT_READY if reasons else well
+        return schemas.Readiness(ready=not reasons, state=state, reasons=reasons, warnings=warnings)
 
     def _silent(self) -> list[str]:
         """A line for each peer that does not answer."""
@@ -447,7 +449,7 @@ class Ferry:
         self.notes.flush()
         live = [lease for engine in self.registry for lease in engine.leases]
         arenas = [engine.arena for engine in self.registry if engine.arena is not None]
-        states = Counter(each.state for each in self.jobs)
+        states = Counter(each.state_of_all if each.over_number else each.state for each in self.jobs)
         lease_states = sum((engine.leases.states() for engine in self.registry), Counter[schemas.LeaseState]())
         waiting = Counter(each.waits_for for each in self.jobs)
         return schemas.Totals(
@@ -463,6 +465,7 @@ class Ferry:
             read_bytes=total(self.metrics.read),
             served_bytes=total(self.metrics.served),
             process_bytes=heap.resident(),
+            failed_lately=self.history.failures.lately(),
         )
 
     async def told(self, span_s: int, step_s: int, since: float, *, peers: bool) -> schemas.History:
@@ -600,6 +603,8 @@ class Ferry:
 
     def _note_lease_end(self, engine_id: str, account: Account) -> None:
         self.metrics.lease_ended(account.state)
+        if account.state is schemas.LeaseState.EXPIRED or account.problem is not None:
+            self.history.failures.note(_unread(engine_id, account))
         if self.spans is not None:
             self.spans.lease(engine_id, account)
         log.info(
@@ -636,6 +641,16 @@ def _shared_secret(config: Config) -> Certificates | None:
     from kvferryd.peers.secret import PeerSecret  # 60 ms, for who needs it
 
     return PeerSecret(config.peer_secret_file)
+
+
+def _unread(engine_id: str, account: Account) -> schemas.FailedRequest:
+    """A lease that nobody can read any more, which has not been read."""
+    why = f"lease {account.number} of request {account.request_id} {account.state}: {account.reason}"
+    remedy = "see whether its reader got the order, and what became of it there: kvferry leases --ended 20"
+    error = account.problem or Conflict("lease_ended", why, field="request_id", value=account.request_id, remedy=remedy)
+    return schemas.FailedRequest(
+        at=time.time(), request_id=account.request_id, engine_id=engine_id, error=schemas.ErrorBody.of(error)
+    )
 
 
 def _unknown_peer(engine_id: str) -> NotFound:

@@ -264,7 +264,8 @@ def living_engines_keep_their_daemons(cluster: Cluster) -> Iterator[str]:
         yield "no node whose GPUs are tainted has daemons"
     if {daemons[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")} != {"/healthz"}:
         yield "a daemon without an engine is started again and again"
-    if daemons["readinessProbe"].get("exec", {}).get("command") != ["kvferry", "status", "--host", "/run/kvferry"]:
+    probe = "kvferry status --ready --host /run/kvferry"
+    if daemons["readinessProbe"].get("exec", {}).get("command") != probe.split():
         yield "a node without engines is not ready"
 
 

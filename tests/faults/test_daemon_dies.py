@@ -172,8 +172,8 @@ def test_the_history_outlives_the_daemons_of_a_keeper(
     assert Counter(each["state"] for each in records.values())["done"] == load.done
 
     main(("status", "--daemon", reader.url))
-    (last,) = [line for line in capsys.readouterr().out.splitlines() if "last failure" in line]
-    assert f"request {half}: daemon_died" in last
+    (last,) = [line for line in capsys.readouterr().out.splitlines() if "failed: " in line]
+    assert f"request {half} at " in last and " daemon_died: " in last
 
     told = asked(reader, "/v1/history?peers=true")
     (peer,) = told["peers"]

@@ -4,6 +4,7 @@ the page, on a desk and a phone, light and dark."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -182,8 +183,18 @@ async def test_it_is_named_at_the_first_look(
     with pytest.raises(TransferFailed) as failed:
         await reader.receive("harmed", reader.take(50), source=named, **harm.more)
     assert failed.value.code in harm.codes
-    status, peers = [(await kvferry(command, "--daemon", daemon.url))[1] for command in ("status", "peers")]
+    (code, status), (_, peers) = [await kvferry(command, "--daemon", daemon.url) for command in ("status", "peers")]
+    first = status.splitlines()[0]
+    assert code == 1 and ": degraded, 1 failure in 5 min" in first, first
+    assert "failed: request harmed at " in status and f" {failed.value.code}: " in status
     assert harm.status.format(peer=peer) in status
+    assert (await kvferry("status", "--ready", "--daemon", daemon.url))[0] == 0, "one failure says nothing of the next"
+    for command in (("status",), ("status", "--all"), ("top", "--times", "1")):
+        assert (await kvferry(*command, "--daemon", daemon.url))[0] == 1
+        code, told = await kvferry(*command, "--json", "--daemon", daemon.url)
+        this = json.loads(told) if command == ("status",) else json.loads(told)["ranks"][0]
+        assert (code, this["ready"]["state"], this["totals"]["failed_lately"]["failed"]) == (1, "degraded", 1)
+        assert this["totals"]["failed_lately"]["last"]["error"]["code"] == failed.value.code
     assert re.search(harm.peers.format(peer=re.escape(peer)), peers)
     if harm.page in (PUBLISH, PACK):
         assert "has not answered" not in status + peers, "its daemon has said how things stand"

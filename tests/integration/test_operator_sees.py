@@ -22,7 +22,7 @@ from ranks import Shape, TestEngine
 from kvferry import __version__
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
-from kvferry.schemas import SourceBody
+from kvferry.schemas import SourceBody, Standing
 from kvferryd.commands import say
 from kvferryd.commands.cli import main
 from kvferryd.demo.fleet import DaemonService, Fleet
@@ -97,11 +97,14 @@ def standing_still(daemon: DaemonService) -> Iterator[None]:
 @pytest.fixture(scope="module")
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
     async with Fleet(tmp_path_factory.mktemp("seen")) as fleet, AsyncExitStack() as stack:
-        daemons = Daemons(fleet)
-        (there,), (here,) = await asyncio.gather(daemons.start("there"), daemons.start("here"))
-        source, source_router = await engine_on(stack, "seen-source", there)
-        reader, router = await engine_on(stack, "seen-reader", here)
-        yield Scene(source, reader, router, source_router)
+        yield await scene_of(Daemons(fleet), stack)
+
+
+async def scene_of(daemons: Daemons, stack: AsyncExitStack) -> Scene:
+    (there,), (here,) = await asyncio.gather(daemons.start("there"), daemons.start("here"))
+    source, source_router = await engine_on(stack, "seen-source", there)
+    reader, router = await engine_on(stack, "seen-reader", here)
+    return Scene(source, reader, router, source_router)
 
 
 async def test_a_peer_is_shown_with_how_it_fares_and_with_the_ways_that_cannot_be_had(
@@ -145,7 +148,10 @@ async def test_a_peer_that_stands_still_comes_first_and_is_an_exit_status(
     assert (await kvferry("peers", "--daemon", scene.here.url))[0] == 0
 
 
-async def test_status_says_what_is_wrong_moved_and_held(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
+async def test_status_says_what_is_wrong_moved_and_held(
+    kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    scene = await scene_of(daemons, stack)
     await scene.moved(request_id)
     status, said = await kvferry("status", "--daemon", scene.here.url)
     assert status == 0
@@ -161,12 +167,34 @@ async def test_status_says_what_is_wrong_moved_and_held(scene: Scene, kvferry: K
     with standing_still(scene.there):
         await scene.failure(f"{request_id}-late", scene.there.peer, deadline_s=1.0)
         status, said = await kvferry("status", "--daemon", scene.here.url)
-        assert (status, said.splitlines()[0].rpartition(": ")[2]) == (1, "ready, 1 warning")
+        assert (status, said.splitlines()[0].rpartition(": ")[2]) == (1, "degraded, 1 failure in 5 min, 1 warning")
         assert f"warning: engine seen-source: rank 0 at {scene.there.peer} has not answered" in said
         told = json.loads((await kvferry("status", "--json", "--daemon", scene.here.url))[1])
         assert told.keys() == {"ready", "info", "engines", "drain", "totals", "peers", "last_failure"}
         assert (await kvferry("status", "--ready", "--daemon", scene.here.url))[0] == 0
     await until(scene.well, "the peer is well again")
+    status, said = await kvferry("status", "--daemon", scene.here.url)
+    assert status == 1, "what failed a moment ago is not forgotten with the warning"
+    assert re.fullmatch(r"degraded, \d+ failures? in 5 min", said.splitlines()[0].rpartition(": ")[2])
+    assert f"failed: request {request_id}-late at " in said or "failed: request again-" in said
+
+
+async def test_a_lease_that_nobody_has_read_is_a_failure_of_its_source(
+    scene: Scene, kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (alone,) = await daemons.start("unread")
+    source, router = await engine_on(stack, "unread-source", alone)
+    assert (await kvferry("status", "--daemon", alone.url))[0] == 0
+    await published(source, request_id, ttl_s=0.2)
+
+    async def degraded() -> bool:
+        return (await router.ready()).state is Standing.DEGRADED
+
+    await until(degraded, "the lease expires")
+    status, said = await kvferry("status", "--daemon", alone.url)
+    assert (status, said.splitlines()[0].rpartition(": ")[2]) == (1, "degraded, 1 failure in 5 min")
+    assert f"failed: request {request_id} at " in said and f"lease 1 of request {request_id} expired: " in said
+    assert (await router.ready()).ready
 
 
 async def test_leases_are_listed_with_who_reads_them(scene: Scene, kvferry: Kvferry, request_id: str) -> None:

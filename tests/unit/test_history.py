@@ -131,6 +131,23 @@ def test_a_transfer_without_an_end_has_died_with_its_daemon(file: File, clock: C
     assert [mark.kind for mark in told(third, 300, 5, 0)[1]][-2:] == [MarkKind.STOP, MarkKind.UPGRADE]
 
 
+def test_a_failure_counts_for_five_minutes_in_the_next_daemon_too(file: File, clock: Clock) -> None:
+    first = again(file)
+    error = ErrorBody(code="deadline", message="m")
+    for name, earlier_s in (("a", 301.0), ("b", 100.0), ("c", 10.0)):
+        at = clock.now - earlier_s
+        first.over(name, record(name, TransferState.FAILED, error=error, ended_at=at).model_dump_json().encode())
+    first.over("d", record("d", ended_at=clock.now).model_dump_json().encode())
+    lately = again(file).failures.lately()
+    assert lately is not None and lately.failed == 2
+    assert (lately.last.transfer_id, lately.last.error) == ("c", error)
+    clock.now += 250
+    lately = again(file).failures.lately()
+    assert lately is not None and (lately.failed, lately.last.transfer_id) == (1, "c")
+    clock.now += 60
+    assert again(file).failures.lately() is None
+
+
 def test_the_last_records_are_kept_and_long_ones_are_whole(file: File) -> None:
     kept = again(file)
     many = [RankTransfer(rank=rank, state=TransferState.DONE, phases_ms={"total": rank / 7}) for rank in range(40)]

@@ -173,17 +173,19 @@ def _parser() -> argparse.ArgumentParser:
     status = asking(
         "status", "is a daemon ready, what is wrong, and what has it moved",
         "Shows a daemon, its warnings and its engines. Exits 0 when it is ready and nothing is wrong, 1 when it is not"
-        " ready or has warnings, 2 when it does not answer.",
+        " ready, has warnings or a request failed in the last 5 minutes, 2 when it does not answer.",
         "kvferry status", "kvferry status --daemon http://10.0.0.7:7410 --token-file token",
         "kvferry status --all         every rank of the engine, by its roster",
         "kvferry status --host        every daemon of this host's `kvferry host`",
-        "kvferry status --ready       a readiness probe: warnings do not count",
+        "kvferry status --ready       a readiness probe: warnings and failures do not count",
     )  # fmt: skip
     status.add_argument("--all", action="store_true", help="every rank of the engines here: 0 when all are so")
     status.add_argument("--host", nargs="?", const="/run/kvferry", metavar="FOLDER",
                         help="every daemon that `kvferry host` runs there: 0 when all are so, or idle"
                         " (default: /run/kvferry)")  # fmt: skip
-    status.add_argument("--ready", action="store_true", help="only whether it is ready: 0, also with warnings, or 1")
+    status.add_argument(
+        "--ready", action="store_true", help="only whether it is ready: 0, also with warnings or failures, or 1"
+    )
     transfers = asking(
         "transfers", "what moves and what has moved", "Lists transfers, unfinished ones first.",
         "kvferry transfers --watch", "kvferry transfers --state failed --json",

@@ -9,9 +9,9 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from kvferry.errors import KvferryError, Unavailable
-from kvferry.schemas import EngineRecord, ErrorBody, Readiness, Totals
+from kvferry.schemas import EngineRecord, ErrorBody, Readiness, Standing, Totals
 from kvferryd.commands.ask import at
-from kvferryd.commands.ranks import FIGURES, SILENT, figures
+from kvferryd.commands.ranks import BAD, FIGURES, SILENT, figures
 from kvferryd.commands.say import error_line, table, wrong
 from kvferryd.config import Config
 
@@ -42,11 +42,17 @@ class Here(Record):
         if self.ready is None:
             return SILENT
         idle = not self.engines and len(self.ready.reasons) == 1  # the lack of an engine
-        return "ready" if self.ready.ready else IDLE if idle else "not ready"
+        return IDLE if idle else self.ready.state.value
 
     @property
     def well(self) -> bool:
-        return self.ready is not None and self.state in ("ready", IDLE) and not self.ready.warnings
+        """Whether it is ready, or idle without a warning, and nothing has failed."""
+        return self.ready is not None and self.state in (Standing.READY, IDLE) and not self.ready.warnings
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is ready or idle, whatever has failed."""
+        return self.state in (Standing.READY, Standing.DEGRADED, IDLE)
 
 
 def records(folder: Path) -> list[Record]:
@@ -87,7 +93,7 @@ def here_text(found: Sequence[Here]) -> str:
          each.rest, *figures(each.totals))
         for each in found
     ]  # fmt: skip
-    return "\n".join([table(HEADS, rows, "no daemon", bad=(SILENT, "not ready")), *_wrong(found)])
+    return "\n".join([table(HEADS, rows, "no daemon", bad=BAD), *_wrong(found)])
 
 
 def _wrong(found: Sequence[Here]) -> Iterator[str]:
@@ -95,4 +101,4 @@ def _wrong(found: Sequence[Here]) -> Iterator[str]:
         if each.error is not None:
             yield f"{each.name}: {error_line(each.error)}"
         if each.ready is not None and each.state != IDLE:
-            yield from (f"{each.name}: {line}" for line in wrong(each.ready))
+            yield from (f"{each.name}: {line}" for line in wrong(each.ready, each.totals))

@@ -9,12 +9,14 @@ from pydantic import BaseModel
 
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
-from kvferry.schemas import EngineRecord, ErrorBody, Readiness, Totals, TransferState
+from kvferry.schemas import EngineRecord, ErrorBody, Readiness, Standing, Totals, TransferState
 from kvferryd.commands.ask import at
 from kvferryd.commands.say import error_line, rate, size, table, wrong
 from kvferryd.config import Config
 
 SILENT = "no answer"
+BAD = (SILENT, Standing.NOT_READY.value, Standing.DEGRADED.value)
+"""States of rows that are red."""
 FIGURES: tuple[str, ...] = ("MOVING", "LEASES", "READ", "SERVED", "FAILED", "ARENAS", "PROCESS")
 HEADS: tuple[str, ...] = ("STATE", "ENGINE", "RANK", "REST", *FIGURES)
 
@@ -31,11 +33,11 @@ class Rank(BaseModel):
 
     @property
     def state(self) -> str:
-        return SILENT if self.ready is None else "ready" if self.ready.ready else "not ready"
+        return SILENT if self.ready is None else self.ready.state.value
 
     @property
     def well(self) -> bool:
-        return self.ready is not None and self.ready.ready and not self.ready.warnings
+        return self.ready is not None and self.ready.state is Standing.READY
 
 
 async def ranks_of(config: Config, daemon: RouterClient) -> list[Rank]:
@@ -81,7 +83,7 @@ def ranks_text(found: Sequence[Rank], speeds: Sequence[tuple[float, float]] = ()
     if speeds:
         heads = (*HEADS, "READ/S", "SERVED/S")
         rows = [(*row, rate(read), rate(served)) for row, (read, served) in zip(rows, speeds, strict=True)]
-    return "\n".join([table(heads, rows, "no engine has attached", bad=(SILENT, "not ready")), *_wrong(found)])
+    return "\n".join([table(heads, rows, "no engine has attached", bad=BAD), *_wrong(found)])
 
 
 def _row(rank: Rank) -> tuple[str, ...]:
@@ -106,4 +108,4 @@ def _wrong(found: Sequence[Rank]) -> Iterator[str]:
         if each.error is not None:
             yield f"{name}: {error_line(each.error)}"
         if each.ready is not None:
-            yield from (f"{name}: {line}" for line in wrong(each.ready))
+            yield from (f"{name}: {line}" for line in wrong(each.ready, each.totals))

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from kvferry.schemas import ErrorBody, Readiness
+from kvferry.schemas import ErrorBody, FailedRequest, Readiness, Totals
 
 UNBROKEN = 1 << 16
 """Columns where the output is no terminal."""
@@ -74,10 +74,17 @@ def error_line(error: ErrorBody) -> str:
     return f"{error.code}: {error.message}{f' -> {error.remedy}' if error.remedy else ''}"
 
 
-def wrong(ready: Readiness) -> Iterator[str]:
-    """A line for each reason why a daemon is not ready, and for each warning."""
+def wrong(ready: Readiness, totals: Totals | None = None) -> Iterator[str]:
+    """A line for each reason why a daemon is not ready, for each warning, and for the last failure of five minutes."""
     yield from (f"not ready: {reason}" for reason in ready.reasons)
     yield from (f"warning: {warning}" for warning in ready.warnings)
+    if totals is not None and totals.failed_lately is not None:
+        yield f"failed: {failed_line(totals.failed_lately.last)}"
+
+
+def failed_line(failed: FailedRequest) -> str:
+    more = f"; more: kvferry explain --transfer {failed.transfer_id[:8]}" if failed.transfer_id else ""
+    return f"request {failed.request_id} at {moment(failed.at)}: {error_line(failed.error)}{more}"
 
 
 def as_json(answer: object) -> None:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvferry.schemas import DrainStatus, EngineRecord, Info, Readiness, Totals, TransferRecord, TransferState
+from kvferry.schemas import DrainStatus, EngineRecord, Info, Readiness, Standing, Totals, TransferRecord, TransferState
 from kvferryd.commands.ask import DONE, NOT_SO, client
 from kvferryd.commands.here import Here, all_here, here_text
 from kvferryd.commands.ranks import Rank, ranks_of, ranks_text
@@ -17,7 +17,7 @@ from kvferryd.config import Config
 
 async def status(config: Config, arguments: argparse.Namespace) -> int:
     if arguments.host:
-        return _here(await all_here(config, Path(arguments.host)), json=arguments.json)
+        return _here(await all_here(config, Path(arguments.host)), json=arguments.json, ready=arguments.ready)
     async with client(config, arguments) as daemon:
         if arguments.ready:
             return _readiness(await daemon.ready(), json=arguments.json)
@@ -33,14 +33,15 @@ async def status(config: Config, arguments: argparse.Namespace) -> int:
             "last_failure": next(iter(failed), None),
         })  # fmt: skip
     else:
-        print(f"kvferry {info.version} at {daemon.url}: {verdict(ready)}")
-        for line in (*wrong(ready), *_figures(info, left, totals), *map(_last_failure, failed)):
+        print(f"kvferry {info.version} at {daemon.url}: {verdict(ready, totals)}")
+        before = failed if totals.failed_lately is None else []
+        for line in (*wrong(ready, totals), *_figures(info, left, totals), *map(_last_failure, before)):
             print(f"  {printable(line)}")
         print(_engines(engines))
         for engine in engines:
             for note in engine.notes:
                 print(printable(f"note on {engine.engine_id}: {note}"))
-    return DONE if ready.ready and not ready.warnings else NOT_SO
+    return DONE if ready.state is Standing.READY else NOT_SO
 
 
 def _readiness(ready: Readiness, *, json: bool) -> int:
@@ -61,17 +62,20 @@ def _all(found: Sequence[Rank], *, json: bool) -> int:
     return DONE if found and all(rank.well for rank in found) else NOT_SO
 
 
-def _here(found: Sequence[Here], *, json: bool) -> int:
-    """Print every daemon of the host; the exit status."""
+def _here(found: Sequence[Here], *, json: bool, ready: bool) -> int:
+    """Print every daemon of the host; the exit status, for `ready` that of a probe."""
     if json:
         as_json({"daemons": found})
     else:
         print(here_text(found))
-    return DONE if all(each.well for each in found) else NOT_SO
+    return DONE if all(each.serves if ready else each.well for each in found) else NOT_SO
 
 
-def verdict(ready: Readiness) -> str:
-    said = "ready" if ready.ready else "not ready"
+def verdict(ready: Readiness, totals: Totals | None = None) -> str:
+    """totals: with the failures of five minutes; without them the word of a probe."""
+    said = ready.state.value if totals is not None else "ready" if ready.ready else "not ready"
+    if totals is not None and totals.failed_lately is not None:
+        said += f", {count(totals.failed_lately.failed, 'failure')} in 5 min"
     return f"{said}, {count(len(ready.warnings), 'warning')}" if ready.warnings else said
 
 

@@ -25,6 +25,7 @@ from kvferry.errors import KvferryError, Malformed, Unavailable
 from kvferry.file import File
 from kvferry.schemas import (
     ErrorBody,
+    FailedRequest,
     HistoryFigures,
     HistoryMark,
     HistoryPeer,
@@ -35,6 +36,7 @@ from kvferry.schemas import (
     TransferState,
 )
 from kvferryd.observe import logs
+from kvferryd.observe.failures import Failures
 from kvferryd.observe.store import Figures, Rows, Slots, add, empty, merge, quantiles
 
 log = logs.get(__name__)
@@ -91,6 +93,7 @@ class History:
         self._period = 0
         """The five seconds to which they belong."""
         self._last = self._last_mark = 0
+        self.failures = Failures()
         self.earlier: tuple[Earlier, ...] = ()
         """Records of daemons before this one, the oldest first."""
         self._open(because)
@@ -233,6 +236,8 @@ class History:
                 body = record.model_dump_json().encode()
                 self._put(number, body)
                 self.ended(record.ranks[0], record.source.engine_id if record.source else "")
+            if record.state is TransferState.FAILED and record.error is not None:
+                self.failures.note(_failed(record, record.error))
             yield Earlier(record.transfer_id, record.request_id, record.state, body)
 
     def _marked(self) -> Iterator[tuple[int, HistoryMark]]:
@@ -344,6 +349,13 @@ def _died(record: TransferRecord, because: str) -> TransferRecord:
     share = RankTransfer(rank=record.slowest_rank, state=TransferState.FAILED, error=error)
     changed = {"state": TransferState.FAILED, "error": error, "ranks": [share], "ended_at": time.time()}
     return record.model_copy(update=changed)
+
+
+def _failed(record: TransferRecord, error: ErrorBody) -> FailedRequest:
+    return FailedRequest(
+        at=record.ended_at or record.created_at, request_id=record.request_id, transfer_id=record.transfer_id,
+        engine_id=record.source.engine_id if record.source else "", error=error,
+    )  # fmt: skip
 
 
 def _packed(record: bytes, room: int) -> bytes:

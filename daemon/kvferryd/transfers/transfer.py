@@ -213,6 +213,8 @@ class Transfer:
     @property
     def state_of_all(self) -> TransferState:
         """Done when every rank is; failed or aborted when one is; otherwise that of the slowest rank."""
+        if not self.ranks:
+            return self.state
         states = [self.state, *(rank.state for rank in self.ranks.values())]
         for verdict in (TransferState.FAILED, TransferState.ABORTED):
             if verdict in states:

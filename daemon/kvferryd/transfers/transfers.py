@@ -15,7 +15,7 @@ from kvferry.errors import Conflict, Internal, KvferryError, Unavailable
 from kvferry.protocol import requests_events as e
 from kvferry.protocol.attempts import Attempt, Limits, ReadingRank, draining, engine_gone
 from kvferry.protocol.requests import Requests
-from kvferry.schemas import RankTransfer, TransferState
+from kvferry.schemas import FailedRequest, RankTransfer, TransferState
 from kvferryd.aio import Notes, Tasks, carry_out
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -102,6 +102,22 @@ class Transfers(Book):
     def _note_over(self, transfer: Transfer, share: RankTransfer | None = None) -> None:
         """share: its own, if it is at hand."""
         self._history.over(transfer.transfer_id, json_of(transfer, share))
+        if transfer.state is not TransferState.FAILED and transfer.state_of_all is TransferState.FAILED:
+            # Its request has failed, and the daemon of that rank may never say so.
+            self._count(transfer, next(each for each in transfer.ranks.values() if each.state is TransferState.FAILED))
+
+    def _count(self, transfer: Transfer, share: RankTransfer) -> None:
+        """share: its own, or that of another rank, which has failed."""
+        source = transfer.order.engine_id if transfer.order else ""
+        self._metrics.transfer_ended(share, source)
+        self._history.ended(share, source)
+        if share.state is TransferState.FAILED and share.error is not None:
+            self._history.failures.note(
+                FailedRequest(
+                    at=time.time(), request_id=transfer.request_id, transfer_id=transfer.transfer_id, engine_id=source,
+                    error=share.error,
+                )
+            )  # fmt: skip
 
     def _do(self, effect: e.Effect) -> None:
         match effect:
@@ -272,9 +288,8 @@ class Transfers(Book):
         if over:
             self._note_over(transfer, share)  # before all that might fail: the next daemon takes it for dead
         transfer.tell_sources(share, read)
+        self._count(transfer, share)
         source = transfer.order.engine_id if transfer.order else ""
-        self._metrics.transfer_ended(share, source)
-        self._history.ended(share, source)
         if self._spans is not None:
             self._spans.transfer(
                 share, transfer.request_id, transfer.course.created_at, transfer.trace, source=source,

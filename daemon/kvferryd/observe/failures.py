@@ -1,0 +1,37 @@
+"""The failures of a daemon: how many in the last five minutes, and which was the last. The one rule by which it counts
+as degraded."""
+
+from __future__ import annotations
+
+import time
+
+from kvferry.schemas import FailedLately, FailedRequest
+
+LATELY_S, PERIOD_S = 300, 5
+"""How long a failure counts, and to which second."""
+
+
+class Failures:
+    """Times are those of the clock of the wall, as in records."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        """How many failed, by five seconds since 1970."""
+        self._last: FailedRequest | None = None
+
+    def note(self, failed: FailedRequest) -> None:
+        period = int(failed.at) // PERIOD_S
+        self._counts = {each: count for each, count in self._counts.items() if _lately(each)}
+        self._counts[period] = self._counts.get(period, 0) + 1
+        if self._last is None or not _lately(int(self._last.at) // PERIOD_S) or self._last.at <= failed.at:
+            self._last = failed
+
+    def lately(self) -> FailedLately | None:
+        """None where nothing has failed."""
+        failed = sum(count for period, count in self._counts.items() if _lately(period))
+        return FailedLately(failed=failed, last=self._last) if failed and self._last is not None else None
+
+
+def _lately(period: int) -> bool:
+    now = int(time.time()) // PERIOD_S
+    return now - LATELY_S // PERIOD_S < period <= now
