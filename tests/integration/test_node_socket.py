@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,12 +21,12 @@ from kvferryd.config import Config
 from kvferryd.memory.node import NodeDir
 
 pytestmark = pytest.mark.anyio
-ID = "0" * 32
+GPU, OTHER = "GPU-0", "GPU-1"
 
 
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[NodeSocket]:
-    socket = NodeSocket(NodeDir(tmp_path, ID))
+    socket = NodeSocket(NodeDir(tmp_path), GPU)
     async with socket.serving():
         yield socket
     assert not os.listdir(tmp_path)
@@ -93,19 +94,62 @@ def test_daemons_of_one_folder_and_kernel_have_one_id(tmp_path: Path, monkeypatc
     with ThreadPoolExecutor(8) as pool:
         made = [each.id for each in pool.map(NodeDir.of, [config] * 8) if each]
     assert len(made) == 8 and len(set(made)) == 1 and len(made[0]) == 32
-    assert os.listdir(tmp_path) == ["node-id"]
+    assert not os.listdir(tmp_path), "a cleaner finds nothing whose loss would part them"
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    assert NodeDir(beside).id not in ("", made[0])
+    with another_kernel(tmp_path, monkeypatch):
+        assert NodeDir(tmp_path).id not in ("", made[0]), "a folder of a network filesystem is seen on several nodes"
+    assert NodeDir.of(Config(node_dir=tmp_path)) is None, "host memory is mapped by nobody"
+    with pytest.raises(KvferryError) as refused:
+        NodeDir.of(Config(device="cuda:0", node_dir=tmp_path / "none"))
+    assert (refused.value.code, refused.value.field) == ("bad_config", "node_dir")
+
+
+@contextlib.contextmanager
+def another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That of another node, or of an earlier start of this one."""
     boot = tmp_path.with_suffix(".boot")
     boot.write_text("another kernel's")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(kvferryd.memory.node, "BOOT", boot)
-        (there,) = filter(None, [NodeDir.of(config)])
-    assert there.id != made[0], "a folder of a network filesystem is seen on several nodes"
-    assert NodeDir.of(Config(node_dir=tmp_path)) is None, "host memory is mapped by nobody"
-    for damaged in ("no id", "ab"):
-        (tmp_path / "node-id").write_text(damaged)
+        yield
+
+
+@pytest.mark.parametrize("removed", ["the socket", "the folder", "another's file is in its place"])
+async def test_a_socket_that_a_cleaner_has_removed_is_made_again(tmp_path: Path, file: File, removed: str) -> None:
+    folder = tmp_path / "n"
+    folder.mkdir()
+    node = NodeSocket(NodeDir(folder), GPU)
+    path, before = folder / f"{node.name}{SUFFIX}", NodeDir(folder).id
+    async with node.serving():
+        for _ in range(3):
+            path.unlink()
+            if removed == "the folder":
+                folder.rename(tmp_path / "before")
+                folder.mkdir()
+                (tmp_path / "before").rmdir()
+            elif removed != "the socket":
+                path.touch()
+            File.close_all(await fetched(folder, node, "call", node.offer("call", [file])))
+            assert path.stat().st_mode & 0o777 == 0o600
+            File.close_all(await fetched(folder, node, "call", node.offer("call", [file])))
+        assert len(os.listdir(folder)) == 1
+    assert not os.listdir(folder) and NodeDir(folder).id
+    assert removed == "the folder" or NodeDir(folder).id == before
+
+
+async def test_a_socket_that_cannot_be_made_again_is_named(tmp_path: Path, file: File) -> None:
+    folder = tmp_path / "n"
+    folder.mkdir()
+    node = NodeSocket(NodeDir(folder), GPU)
+    async with node.serving():
+        (folder / f"{node.name}{SUFFIX}").unlink()
+        folder.rmdir()
+        assert not NodeDir(folder).id
         with pytest.raises(KvferryError) as refused:
-            NodeDir.of(config)
-        assert (refused.value.code, refused.value.field) == ("bad_config", "node_dir")
+            node.offer("call", [file])
+        assert refused.value.code == "handover_failed" and str(folder) in str(refused.value)
 
 
 async def test_peers_give_no_files_and_open_no_pipe(tmp_path: Path, node: NodeSocket, file: File) -> None:
@@ -115,23 +159,29 @@ async def test_peers_give_no_files_and_open_no_pipe(tmp_path: Path, node: NodeSo
         assert refused.value.code == "malformed_handover" and "give none" in refused.value.message
 
 
-async def test_sockets_of_dead_daemons_are_removed_and_those_of_living_ones_and_of_other_nodes_stay(
-    tmp_path: Path, node: NodeSocket, file: File
+async def test_what_dead_daemons_have_left_is_removed_and_nothing_of_living_ones_and_of_other_nodes(
+    tmp_path: Path, node: NodeSocket, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead = tmp_path / f"{NodeDir(tmp_path, ID).socket_name()}{SUFFIX}"
-    other = tmp_path / f"{NodeDir(tmp_path, '1' * 32).socket_name()}{SUFFIX}"
-    for path in (dead, other):
+    """Of an earlier start of the machine, that of which the GPU is here now: a GPU is in one machine."""
+    folder = NodeDir(tmp_path)
+    dead, beginning = folder.socket_name(OTHER) + SUFFIX, folder.socket_name(GPU)
+    with another_kernel(tmp_path, monkeypatch):
+        earlier, begun, elsewhere = folder.socket_name(GPU) + SUFFIX, folder.socket_name(GPU), folder.socket_name(OTHER)
+    stay = {beginning, elsewhere, elsewhere + SUFFIX, "no-socket-of-ours"}
+    for name in (dead, earlier, begun, *stay):
         with socket.socket(socket.AF_UNIX) as left:
-            left.bind(str(path))
+            left.bind(str(tmp_path / name))
     ticket = node.offer("call", [file])
-    async with NodeSocket(NodeDir(tmp_path, ID)).serving():
-        assert not dead.exists() and other.exists()
+    async with NodeSocket(folder, GPU).serving() as _:
+        left_there = set(os.listdir(tmp_path))
+        assert stay < left_there and not {dead, earlier, begun} & left_there
         File.close_all(await fetched(tmp_path, node, "call", ticket))
-    other.unlink()
+    for name in stay:
+        (tmp_path / name).unlink()
 
 
 async def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(KvferryError) as refused:
-        async with NodeSocket(NodeDir(tmp_path / "none", ID)).serving():
+        async with NodeSocket(NodeDir(tmp_path / "none"), GPU).serving():
             pytest.fail("it serves")
     assert (refused.value.code, refused.value.field) == ("bad_config", "node_dir")

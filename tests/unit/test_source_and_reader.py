@@ -160,7 +160,7 @@ def test_slots_are_handed_over_as_a_cache_is_to_readers_of_the_node_alone(
     pair: Pair, tmp_path: Path, *, strict: bool
 ) -> None:
     """Memory of cuMemCreate, as far as messages tell: a file, and a probe."""
-    source, node = pair.source, NodeDir(tmp_path, "0" * 32)
+    source, node = pair.source, NodeDir(tmp_path)
     arena = source.engine.arena
     assert arena is not None
     with ExitStack() as undo:
@@ -168,7 +168,7 @@ def test_slots_are_handed_over_as_a_cache_is_to_readers_of_the_node_alone(
         source.engine.session.regions[0] = cache
         source.ferry.node, source.ferry.config = node, source.ferry.config.model_copy(update={"strict": strict})
         source.process.service = PeerService(
-            source.ferry, Callers(source.ferry.config.allow_peers, None), NodeSocket(node)
+            source.ferry, Callers(source.ferry.config.allow_peers, None), NodeSocket(node, "GPU-0")
         )
         for its, offered in ((node.id, True), ("1" * 32, False), ("", False)):
             with pair.world.within(pair.reader.process):

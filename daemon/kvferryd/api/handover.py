@@ -44,6 +44,39 @@ class _Held:
     expiry: asyncio.TimerHandle
 
 
+@dataclass(slots=True)
+class _Place:
+    """A socket of mode 0600 in the file system: at `made_at` until it listens, then at `path`."""
+
+    path: Path
+    made_at: Path
+    _made: os.stat_result | None = None
+
+    def listen(self) -> socket.socket:
+        """Raises OSError."""
+        listening = socket.socket(socket.AF_UNIX)
+        try:
+            listening.setblocking(False)
+            before = os.umask(0o177)
+            try:
+                listening.bind(str(self.made_at))
+            finally:
+                os.umask(before)
+            listening.listen(BACKLOG)
+            os.rename(self.made_at, self.path)
+            self._made = self.path.stat()
+        except BaseException:
+            listening.close()
+            raise
+        return listening
+
+    def holds(self) -> bool:
+        """Whether what was made is there."""
+        with suppress(OSError):
+            return self._made is not None and os.path.samestat(self.path.lstat(), self._made)
+        return False
+
+
 class Handovers:
     """`introduce` takes the process that holds a session; it raises KvferryError for a session that is not open.
     `pipe` gives the pipe that the session has from now on, and raises KvferryError where it has one. Without both it is
@@ -58,6 +91,8 @@ class Handovers:
         self._introduce, self._pipe = introduce, pipe
         self._held: dict[str, dict[str, _Held]] = defaultdict(dict)
         """Keyed by session, then ticket."""
+        self._place: _Place | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._exchanges = Tasks()
         self._places = asyncio.Semaphore(MAX_CONNECTIONS)
 
@@ -77,28 +112,31 @@ class Handovers:
     async def serving(self, path: Path, made_at: Path | None = None) -> AsyncIterator[None]:
         """Listen on a socket of mode 0600, which is removed at the end, with every file that is still held. made_at:
         its path until it listens. Raises OSError."""
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.setblocking(False)
-            before = os.umask(0o177)
-            try:
-                listening.bind(str(made_at or path))
-            finally:
-                os.umask(before)
-            listening.listen(BACKLOG)
-            if made_at is not None:
-                os.rename(made_at, path)
-            accepting = asyncio.create_task(self._accept(listening))
-            try:
-                yield
-            finally:
-                with suppress(FileNotFoundError):  # somebody has removed it
-                    os.unlink(path)
-                tasks = [accepting, *self._exchanges]
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks, timeout=EXCHANGE_S)
-                for session in list(self._held):
-                    self.withdraw(session)
+        self._place = _Place(path, made_at or path)
+        self._listen(self._place)
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):  # somebody has removed it
+                os.unlink(path)
+            tasks = [*filter(None, [self._accepting]), *self._exchanges]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=EXCHANGE_S)
+            for session in list(self._held):
+                self.withdraw(session)
+
+    def listen_again(self) -> None:
+        """Where somebody has removed the socket, or has put another file in its place. Raises OSError."""
+        if self._place is not None and not self._place.holds():
+            self._listen(self._place)
+
+    def _listen(self, place: _Place) -> None:
+        listening, before = place.listen(), self._accepting
+        if before is not None:
+            before.cancel()
+        self._accepting = asyncio.create_task(self._accept(listening))
+        self._accepting.add_done_callback(lambda _: listening.close())
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -106,6 +144,9 @@ class Handovers:
             await self._places.acquire()
             try:
                 connection, _ = await loop.sock_accept(listening)
+            except asyncio.CancelledError:
+                self._places.release()
+                raise
             except OSError as error:  # no descriptor is left: there is no event to wait for
                 log.warning("handover not accepted", error=str(error))
                 self._places.release()

@@ -6,7 +6,9 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
+from kvferry.errors import Unavailable
 from kvferry.file import File
 from kvferry.memory.handover import SUFFIX
 from kvferryd.api.handover import Handovers
@@ -21,9 +23,10 @@ MOST = 4096
 
 
 class NodeSocket:
-    def __init__(self, node: NodeDir) -> None:
-        self._folder, self._sockets, self._handovers = node.folder, node.sockets, Handovers(most=MOST)
-        self.name = node.socket_name()
+    def __init__(self, node: NodeDir, gpu: str) -> None:
+        """gpu: the UUID of the daemon's."""
+        self._node, self._folder, self._gpu, self._handovers = node, node.folder, gpu, Handovers(most=MOST)
+        self.name = node.socket_name(gpu)
         """Told to peers: the socket's file has SUFFIX behind it."""
 
     @asynccontextmanager
@@ -33,7 +36,7 @@ class NodeSocket:
         async with AsyncExitStack() as stack:
             try:
                 self._sweep()
-                # It has its name once it listens: a socket of such a name at which nobody listens is a dead daemon's.
+                # It has SUFFIX once it listens: a socket with SUFFIX at which nobody listens is a dead daemon's.
                 serving = self._handovers.serving(path, made_at=self._folder / self.name)
                 await stack.enter_async_context(serving)
             except OSError as error:
@@ -45,7 +48,17 @@ class NodeSocket:
 
     def offer(self, session: str, files: Sequence[File]) -> str:
         """A ticket for copies of the files, which a peer fetches once, within seconds, naming this session. Raises
-        KvferryError (`too_many_files`, `handover_failed`)."""
+        KvferryError (`too_many_files`, `handover_failed`).
+
+        A socket that somebody has removed is made again here, as a cleaner of old files does."""
+        try:
+            self._handovers.listen_again()
+        except OSError as error:
+            why = f"its socket in {self._folder} is gone, and cannot be made again: {error.strerror or error}"
+            remedy = "make the folder of node_dir again, as the daemons' user's, where no cleaner looks"
+            raise Unavailable(
+                "handover_failed", why, field="node_dir", value=str(self._folder), remedy=remedy
+            ) from None
         return self._handovers.offer(session, files)
 
     def withdraw(self, session: str) -> None:
@@ -53,14 +66,21 @@ class NodeSocket:
         self._handovers.withdraw(session)
 
     def _sweep(self) -> None:
-        """Remove the sockets that killed daemons of this node have left. Raises OSError."""
-        for path in self._folder.glob(f"{self._sockets}*{SUFFIX}"):
+        """Remove what killed daemons of this node have left. Raises OSError."""
+        for path in self._node.of_before(self._gpu):
+            self._remove(path)
+        for path in self._node.of_this_kernel():
+            if path.suffix != SUFFIX:  # it may be about to listen
+                continue
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(CONNECT_S)
                 try:
                     probe.connect(str(path))
                 except ConnectionRefusedError:
-                    path.unlink(missing_ok=True)
-                    log.info("removed a dead daemon's socket", path=str(path))
+                    self._remove(path)
                 except OSError:  # it is being removed, or has many callers
                     continue
+
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        log.info("removed a dead daemon's socket", path=str(path))

@@ -4,66 +4,70 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
+import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferryd.config import Config, bad_config
 
-NAME, NBYTES = "node-id", 16
-SOCKET = r"node-[0-9a-f]{16}"
-"""The names of the daemons' sockets in it: of the kernel that runs, and of the daemon."""
+SOCKET = r"node-[0-9a-f]{18}"
+"""The names of the daemons' sockets in it: of the kernel that runs, of the GPU, and of the daemon."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeDir:
+    """It holds sockets alone: there is no file whose loss would part the daemons of a node."""
+
     folder: Path
-    id: str
-    """Known to those who see the folder and run on this kernel: who names it is on this node. It proves nothing else.
-    A folder of a network filesystem has another id on each node."""
 
     @property
-    def sockets(self) -> str:
-        """The names of the sockets of this node's daemons begin so."""
-        return f"node-{self.id[:8]}"
+    def id(self) -> str:
+        """Known to those who see the folder and run on this kernel: who names it is on this node. It proves nothing
+        else. Empty where there is no such folder. A folder of a network filesystem has another id on each node, and so
+        has one that was made anew at its path."""
+        try:
+            seen = self.folder.stat()
+        except OSError:
+            return ""
+        return _digest(b"%b %d %d" % (_boot(), seen.st_dev, seen.st_ino), 16)
 
-    def socket_name(self) -> str:
-        """A new one."""
-        return f"{self.sockets}{secrets.token_hex(4)}"
+    def socket_name(self, gpu: str) -> str:
+        """A new one. gpu: the UUID of the daemon's."""
+        return f"{_kernel()}{_digest(gpu.encode(), 4)}{secrets.token_hex(2)}"
+
+    def of_this_kernel(self) -> Iterator[Path]:
+        """The sockets of daemons that run, or have run since this machine was started. Raises OSError."""
+        return (path for path in self._named() if path.name.startswith(_kernel()))
+
+    def of_before(self, gpu: str) -> Iterator[Path]:
+        """What daemons beside this GPU have left of another start of the machine: the GPU is here now, so they are
+        dead. Living daemons of other nodes, which share a folder of a network filesystem, are beside other GPUs. Raises
+        OSError."""
+        beside = _digest(gpu.encode(), 4)
+        found = (path for path in self._named() if not path.name.startswith(_kernel()))
+        return (path for path in found if path.name[len(_kernel()) :].startswith(beside))
+
+    def _named(self) -> Iterator[Path]:
+        return (path for path in self.folder.iterdir() if re.match(SOCKET, path.name))
 
     @classmethod
     def of(cls, config: Config) -> NodeDir | None:
-        """None where none is set, or there is no GPU whose memory could be shared. The first daemon writes the id.
-        Raises KvferryError (`bad_config`)."""
-        folder = config.node_dir
-        if folder is None or config.device == "cpu":
+        """None where none is set, or there is no GPU whose memory could be shared. Raises KvferryError
+        (`bad_config`)."""
+        if config.node_dir is None or config.device == "cpu":
             return None
-        try:
-            return cls(folder, _id(folder))
-        except (OSError, ValueError) as error:
+        node = cls(config.node_dir)
+        if not node.id:
             remedy = "name a folder that this user may write to, and that the other daemons of the node have too"
-            why = f"its file {NAME} cannot be read or written: {getattr(error, 'strerror', None) or error}"
-            raise bad_config("node_dir", folder, why, remedy) from None
+            raise bad_config("node_dir", node.folder, "it cannot be looked at", remedy)
+        return node
 
 
-def _id(folder: Path) -> str:
-    """Raises OSError, ValueError."""
-    path, own = folder / NAME, folder / f"{NAME}-{secrets.token_hex(4)}"
-    if not path.exists():
-        try:
-            own.touch(mode=0o600, exist_ok=False)
-            own.write_text(secrets.token_hex(NBYTES))
-            with contextlib.suppress(FileExistsError):  # another daemon was first
-                os.link(own, path)
-        finally:
-            own.unlink(missing_ok=True)
-    with path.open() as file:
-        held = bytes.fromhex(file.read(1 + 2 * NBYTES))
-    if len(held) != NBYTES:
-        raise ValueError(f"it has {len(held)} bytes instead of {NBYTES}")
-    return hashlib.blake2b(held + _boot(), digest_size=NBYTES).hexdigest()
+def _kernel() -> str:
+    return f"node-{_digest(_boot(), 3)}"
 
 
 def _boot() -> bytes:
@@ -71,3 +75,7 @@ def _boot() -> bytes:
     with contextlib.suppress(OSError):
         return BOOT.read_bytes()
     return b""
+
+
+def _digest(text: bytes, nbytes: int) -> str:
+    return hashlib.blake2b(text, digest_size=nbytes).hexdigest()

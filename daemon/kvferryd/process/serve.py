@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from kvferry import __version__
 from kvferry.descriptors import raise_limit
 from kvferry.errors import KvferryError
+from kvferry.memory import cuda
 from kvferry.memory.handover import SUFFIX
 from kvferry.rpc import MESSAGE_OPTIONS, PEER_OPTIONS
 from kvferry.v1 import engine_pb2_grpc, peer_pb2_grpc
@@ -166,7 +167,7 @@ async def _peer_server(ferry: Ferry) -> AsyncIterator[None]:
     options = [*PEER_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS)]
     server = grpc.aio.server(interceptors=[Undecoded()], options=options, maximum_concurrent_rpcs=2 * MAX_CALLS)
     callers = Callers(config.allow_peers, ferry.proof)
-    node = NodeSocket(ferry.node) if ferry.node is not None else None
+    node = NodeSocket(ferry.node, cuda.device(config.device).uuid) if ferry.node is not None else None
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, callers, node), server)
     await _describe(server, "kvferry.v1.Peer", reflected=bool(ferry.proof))
     address = re.sub(r"^\*:", "[::]:", config.peer)  # gRPC's word for every interface, of IPv4 as well
