@@ -148,6 +148,11 @@ def room(prefill: SglangEngine) -> dict[str, Any]:
     return {"bootstrap_host": HOST, "bootstrap_port": prefill.bootstrap, "bootstrap_room": next(ROOMS)}
 
 
+def revoke(daemon: DaemonService, request_id: str) -> None:
+    """The request's lease at this daemon."""
+    httpx.delete(f"{daemon.url}/v1/leases/{request_id}", trust_env=False).raise_for_status()
+
+
 @dataclass(frozen=True, slots=True)
 class SglangPair:
     """A prefill and a decode engine, and what stands alone beside them."""

@@ -18,6 +18,7 @@ from sglang_engines import (
     SglangPair,
     generate,
     leaving,
+    revoke,
     room,
     sglang_fleet,
     streamed,
@@ -80,6 +81,16 @@ def two_to_one(fleet: SglangFleet, engines: dict[str, SglangEngine], single: Ser
     ranks = fleet.sglang("pp", mode="prefill", page_size=16, ranks=2, bootstrap=engines["p"].bootstrap)
     _up(fleet, ranks)
     return SglangPair(ranks, engines["d"], single)
+
+
+@pytest.fixture(scope="module")
+def stages_to_one(fleet: SglangFleet, two_to_one: SglangPair) -> SglangPair:
+    """Two stages of a pipeline, behind the router, at the bootstrap address of the two ranks that have died."""
+    assert two_to_one.prefill.process.poll() is not None
+    stages = fleet.sglang("ps", mode="prefill", page_size=16, stages=2, bootstrap=two_to_one.prefill.bootstrap)
+    router = fleet.sglang_router(stages, two_to_one.decode)
+    _up(fleet, stages, router)
+    return SglangPair(stages, two_to_one.decode, two_to_one.single, router)
 
 
 def _up(fleet: SglangFleet, *services: Service) -> tuple[Service, ...]:
@@ -184,26 +195,16 @@ def test_a_client_that_leaves_costs_nobody_else(pair: SglangPair, one_to_two: Sg
         assert eventually(lambda each=each: _all_ended(each.decode))
         each.same([prompt(300, seed=11)])
     assert eventually(lambda: not pair.prefill.leases())
-    with leaving(pair.prefill, prompt(300, seed=12), **room(pair.prefill)):
-        assert eventually(lambda: bool(pair.prefill.leases()))
-    assert eventually(lambda: not pair.prefill.leases())
+    _leaves_prefill(pair)
 
 
 def test_a_prefill_engine_that_dies_fails_its_own_requests_and_decode_lives(
     pair: SglangPair, one_to_two: SglangPair
 ) -> None:
-    dead = pair.prefill
-    with ThreadPoolExecutor(2) as pool:
-        waiting = []
-        for each in (pair, one_to_two):
-            waiting.append(pool.submit(generate, each.decode, prompt(100, seed=13), **room(dead)))
-            assert eventually(lambda each=each: not _all_ended(each.decode))
-        dead.signal(signal.SIGKILL)
-        dead.process.wait()
-        assert [answer.result().status_code for answer in waiting] == [500, 500]
-    refused = generate(pair.decode, prompt(100, seed=14), **room(dead))
+    _dies(pair, one_to_two)
+    refused = generate(pair.decode, prompt(100, seed=14), **room(pair.prefill))
     assert refused.status_code == 500
-    assert f"no prefill engine answers at {HOST}:{dead.bootstrap}" in refused.text
+    assert f"no prefill engine answers at {HOST}:{pair.prefill.bootstrap}" in refused.text
 
 
 def test_two_ranks_at_its_address_hand_over_to_one(two_to_one: SglangPair) -> None:
@@ -219,6 +220,71 @@ def test_two_ranks_hand_over_eight_at_once_to_one(two_to_one: SglangPair) -> Non
 
 def test_a_room_that_is_sent_twice_to_two_ranks_is_the_first_ones(two_to_one: SglangPair) -> None:
     _sent_twice(two_to_one)
+
+
+def test_two_ranks_that_die_fail_what_waited_for_them(two_to_one: SglangPair) -> None:
+    _dies(two_to_one)
+
+
+def test_two_stages_hand_over_to_one(stages_to_one: SglangPair) -> None:
+    stages_to_one.same([prompt(length, seed=50) for length in LENGTHS[::2]])
+
+
+def test_two_stages_hand_over_eight_at_once_to_one(stages_to_one: SglangPair) -> None:
+    stages_to_one.same([prompt(length, seed=51) for length in SEVERAL], at_once=8)
+    assert eventually(lambda: not stages_to_one.prefill.leases())
+
+
+def test_a_room_that_is_sent_twice_to_two_stages_is_the_first_ones(stages_to_one: SglangPair) -> None:
+    _sent_twice(stages_to_one)
+
+
+def test_a_room_whose_lease_has_ended_at_one_stage_is_taken_at_all(stages_to_one: SglangPair) -> None:
+    """The next request there is refused at once, and nobody waits for a stage that refuses alone."""
+    prefill, tokens, where = stages_to_one.prefill, prompt(100, seed=52), room(stages_to_one.prefill)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(generate, prefill, tokens, **where)
+        assert eventually(lambda: len(prefill.leases()) == len(prefill.daemons))
+        for left, daemon in enumerate(prefill.daemons):
+            refused = generate(prefill, tokens, **where)
+            assert refused.status_code == 500
+            assert "room_taken" in refused.text
+            revoke(daemon, f"room-{where['bootstrap_room']}")
+            assert eventually(lambda left=left: len(prefill.leases()) == 1 - left)
+        assert first.result().status_code == 500
+    stages_to_one.same([tokens])
+
+
+def test_a_client_that_leaves_costs_a_pipeline_nothing(stages_to_one: SglangPair) -> None:
+    with leaving(stages_to_one.decode, prompt(300, seed=53), **room(stages_to_one.prefill)):
+        assert eventually(lambda: not _all_ended(stages_to_one.decode))
+    assert eventually(lambda: _all_ended(stages_to_one.decode))
+    _leaves_prefill(stages_to_one)
+    stages_to_one.same([prompt(300, seed=54)])
+
+
+def test_a_pipeline_that_dies_fails_what_waited_for_it(stages_to_one: SglangPair) -> None:
+    _dies(stages_to_one)
+
+
+def _leaves_prefill(pair: SglangPair) -> None:
+    """A client, while prefill waits for a reader."""
+    with leaving(pair.prefill, prompt(300, seed=12), **room(pair.prefill)):
+        assert eventually(lambda: len(pair.prefill.leases()) == len(pair.prefill.daemons))
+    assert eventually(lambda: not pair.prefill.leases())
+
+
+def _dies(*pairs: SglangPair) -> None:
+    """Their prefill engine, for which a request waits at each decode engine."""
+    dead = pairs[0].prefill
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        waiting = []
+        for each in pairs:
+            waiting.append(pool.submit(generate, each.decode, prompt(100, seed=13), **room(dead)))
+            assert eventually(lambda each=each: not _all_ended(each.decode))
+        dead.signal(signal.SIGKILL)
+        dead.process.wait()
+        assert {answer.result().status_code for answer in waiting} == {500}
 
 
 def _sent_twice(pair: SglangPair) -> None:

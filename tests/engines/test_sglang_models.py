@@ -22,7 +22,6 @@ ATTENTION = {"dp": 2, "flags": ("--enable-dp-attention", "--enable-dp-lm-head")}
 """Each rank of a server is a DP rank: it has the whole attention, and they compute the rest of each layer together.
 On a CPU SGLang cannot compute the logits together."""
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "two stages to one": ("dense", {"stages": 2}, {}),
     "two stages of two ranks to two": ("dense", {"stages": 2, "ranks": 2}, {"ranks": 2}),
     "DP attention": ("dense", ATTENTION, ATTENTION),
     "latents": ("latent", {}, {}),
@@ -33,10 +32,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "windows of two ranks to one, in a pool of their own": ("pools", {"ranks": 2}, {}),
 }
 """Model, prefill, decode."""
+GATE = "latents", "windows in a pool of their own"
+"""The cheapest of each kind of cache."""
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] if at else []) for at, name in enumerate(CASES)]
+    scope="module", params=[pytest.param(each, marks=[] if each in GATE else [pytest.mark.long]) for each in CASES]
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[SglangPair]:
     kind, source, destination = CASES[request.param]
