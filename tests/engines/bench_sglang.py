@@ -49,7 +49,8 @@ class GpuFleet(SglangFleet):
     sglang_flags: ClassVar[Sequence[str]] = (
         "--dtype", "bfloat16", "--load-format", "dummy", "--attention-backend", "triton", "--sampling-backend",
         "pytorch", "--grammar-backend", "none", "--max-total-tokens", "98304", "--mem-fraction-static", "0.35",
-        "--max-running-requests", "32", "--cuda-graph-max-bs-decode", "16", "--skip-tokenizer-init", "--skip-server-warmup",
+        "--max-running-requests", "32", "--cuda-graph-max-bs-decode", "16", "--skip-tokenizer-init",
+        "--skip-server-warmup",
     )  # fmt: skip
 
     def sglang_environment(self, backend: str, ranks: int) -> dict[str, str]:

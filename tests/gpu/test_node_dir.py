@@ -83,10 +83,10 @@ STAGED = ("--way", "staged"), ("--strict", "--ucx", "TLS=all")
 
 @pytest.mark.parametrize("flags", STAGED, ids=["staged", "strict"])
 async def test_slots_are_handed_over_as_regions_are(own_fleet: Fleet, flags: tuple[str, ...]) -> None:
-    near, far = (
+    near, far = [
         await sharing(own_fleet, name, gpu, "--arena-mb", "1", *flags)
         for name, gpu in (("slots-s", 0), ("slots-r", FAR))
-    )
+    ]
     source = await GpuEngine.on("source", [near], [0], BIG, adopted=False)
     destination = await GpuEngine.on("destination", [far], [FAR], Shape(axes=HND, num_blocks=640), adopted=False)
     for tokens in (1, 300, MANY):
