@@ -410,8 +410,11 @@ class InboundRecord(_Answer):
 
 class UnmetRecord(_Answer):
     """A daemon that was called in the last ten minutes, does not answer or cannot be read (`failures` is 0 then), and
-    is none of `peers` and `lost`. Fields as of PeerRecord."""
+    is none of `peers` and `lost`. Fields as of PeerRecord. engine_id, rank: of another rank of an engine here, which is
+    known by its roster; empty and None for a daemon that was never met."""
 
+    engine_id: str = ""
+    rank: int | None = None
     address: str
     failures: int
     last_error: ErrorBody
@@ -421,7 +424,7 @@ class UnmetRecord(_Answer):
 
 class PeerList(_Answer):
     """lost: forgotten, since they did not answer; the next order shakes hands with them anew. unmet: called, and no
-    handshake was ever done, the newest 64."""
+    handshake was ever done, other ranks of the engines here among them, the newest 64."""
 
     peers: list[PeerRecord]
     lost: list[PeerRecord] = []

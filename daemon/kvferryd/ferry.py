@@ -317,18 +317,20 @@ class Ferry:
         ]  # fmt: skip
         unmet = [
             schemas.UnmetRecord(
-                address=contact.address, failures=contact.failures, last_error=schemas.ErrorBody.of(contact.error),
-                last_error_at=contact.failed_at, last_contact_at=contact.answered_at,
+                engine_id=engine_id, rank=rank, address=contact.address, failures=contact.failures,
+                last_error=schemas.ErrorBody.of(contact.error), last_error_at=contact.failed_at,
+                last_contact_at=contact.answered_at,
             )
-            for contact in self._unmet()
+            for engine_id, rank, contact in self._unmet()
             if contact.error and contact.failed_at
         ]  # fmt: skip
         return schemas.PeerList(
             peers=_peer_records(self.peers_known, self.config.advertise), lost=lost, unmet=unmet, inbound=inbound
         )
 
-    def _unmet(self) -> list[Contact]:
-        """Daemons that were called lately and do not answer; peers and rank 0 are told elsewhere."""
+    def _unmet(self) -> list[tuple[str, int | None, Contact]]:
+        """(engine, rank, contact) of daemons that were called lately and do not answer; peers and rank 0 are told
+        elsewhere. The engine is known for other ranks of ours; it is empty where nobody was ever met."""
         told = {self.config.roster}.union(*(peer.addresses for peer in self.peers_known))
         told = told.union(*(home.addresses for _, home in self.peers_known.forgotten()))
         since = time.time() - UNMET_S
@@ -337,7 +339,7 @@ class Ferry:
             for contact in self.peers_known.channels.in_trouble()
             if contact.failed_at and contact.failed_at > since and contact.address not in told
         ]
-        return [contact for *_, contact in sorted(found, reverse=True)[:UNMET]]
+        return [(*contact.rank, contact) for *_, contact in sorted(found, reverse=True)[:UNMET]]
 
     def _forgotten(self) -> list[tuple[str, str, int, Contact]]:
         """(engine, epoch, rank, contact) of peers that were forgotten, and have not answered since."""
@@ -438,7 +440,10 @@ class Ferry:
         }
         contacts |= {(engine_id, rank): contact for engine_id, _, rank, contact in self._forgotten()}
         named = [(f"engine {engine_id}: rank {rank}", contact) for (engine_id, rank), contact in contacts.items()]
-        named += [("a daemon that was never met", contact) for contact in self._unmet()]
+        named += [
+            (f"engine {engine_id}: rank {rank}" if engine_id else "a daemon that was never met", contact)
+            for engine_id, rank, contact in self._unmet()
+        ]
         return [
             f"{name} at {contact.address} {_what(contact)}: {trouble.message}"
             for name, contact in named
@@ -616,6 +621,8 @@ class Ferry:
         )  # fmt: skip
 
     def _on_roster(self, engine: Engine) -> None:
+        for rank, address in engine.members.items():
+            self.peers_known.channels.contact(address).rank = engine.engine_id, rank
         self.jobs.on_roster(engine)
         self.peers_known.notice(engine)
 

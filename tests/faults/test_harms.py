@@ -27,7 +27,8 @@ from ranks import Shape, TestEngine
 from test_metrics_say import metrics
 
 from kvferry.engine import TransferFailed
-from kvferry.schemas import SourceBody
+from kvferry.router import RouterClient
+from kvferry.schemas import OrderBody, SourceBody, TransferState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
 kvferry = seen.kvferry
@@ -46,25 +47,28 @@ class Place:
     stack: AsyncExitStack
     folder: Path
 
-    async def met(self, *flags: str, ranks: int = 1) -> tuple[TestEngine, TestEngine]:
+    async def met(self, *flags: str, ranks: int = 1, readers: int = 1) -> tuple[TestEngine, TestEngine]:
         """`two` that have read: what comes next waits for no handshake."""
-        source, reader = await self.two(flags, flags, ranks)
+        source, reader = await self.two(flags, flags, ranks, readers)
         await reads_from(reader, source, "before")
         return source, reader
 
     async def two(
-        self, there: tuple[str, ...] = (), here: tuple[str, ...] = (), ranks: int = 1
+        self, there: tuple[str, ...] = (), here: tuple[str, ...] = (), ranks: int = 1, readers: int = 1
     ) -> tuple[TestEngine, TestEngine]:
-        """(an engine of so many ranks that is read from, one of one rank that reads): each rank with a daemon of its
-        own, and its flags."""
+        """(an engine of so many ranks that is read from, one that reads): each rank with a daemon of its own, and its
+        flags."""
         mark = uuid.uuid4().hex[:6]
-        sources, (here_alone,) = await asyncio.gather(
-            self.daemons.start(f"p-{mark}", ranks, *there), self.daemons.start(f"d-{mark}", 1, *here)
+        of_both = await asyncio.gather(
+            self.daemons.start(f"p-{mark}", ranks, *there), self.daemons.start(f"d-{mark}", readers, *here)
         )
-        source = await TestEngine.start("harm-source", sources, Shape.tp(ranks, num_blocks=16))
-        self.stack.push_async_callback(source.close)
-        await self.daemons.fleet.ready(*sources, timeout_s=TIMEOUT_S, path="/readyz")  # each rank knows of the others
-        return source, (await engine_on(self.stack, "harm-reader", here_alone))[0]
+        engines = []
+        for name, daemons in zip(("harm-source", "harm-reader"), of_both, strict=True):
+            engine = await TestEngine.start(name, daemons, Shape.tp(len(daemons), num_blocks=16))
+            self.stack.push_async_callback(engine.close)
+            await self.daemons.fleet.ready(*daemons, timeout_s=TIMEOUT_S, path="/readyz")  # each knows of the others
+            engines.append(engine)
+        return engines[0], engines[1]
 
     def proof(self, issuer: Authority, name: str, **more: Any) -> tuple[str, ...]:
         """The flags of a daemon that this authority vouches for."""
@@ -78,6 +82,16 @@ async def stands_still(at: Place, ranks: int = 1) -> tuple[TestEngine, TestEngin
     """The last of so many ranks."""
     source, reader = await at.met(ranks=ranks)
     at.stack.enter_context(seen.standing_still(source.daemons[-1]))
+    return source, reader
+
+
+async def a_reading_rank_stands_still(at: Place) -> tuple[TestEngine, TestEngine]:
+    source, reader = await at.met(readers=2)
+    async with RouterClient(reader.daemons[0].url) as router:
+        (before,) = await router.transfers("before")
+        await router.wait(before.transfer_id, timeout_s=TIMEOUT_S)  # rank 0 has heard that rank 1 is done
+    await published(source, "harmed")
+    at.stack.enter_context(seen.standing_still(reader.daemons[-1]))
     return source, reader
 
 
@@ -112,6 +126,25 @@ async def has_a_late_fence(at: Place) -> tuple[TestEngine, TestEngine]:
     return source, reader
 
 
+async def receives(reader: TestEngine, source: SourceBody, **more: float) -> str:
+    """The code with which the engine's own request fails."""
+    with pytest.raises(TransferFailed) as failed:
+        await reader.receive("harmed", reader.take(50), source=source, **more)
+    return failed.value.code
+
+
+async def is_ordered(reader: TestEngine, source: SourceBody, deadline_s: float) -> str:
+    """The code with which a router's order fails, which rank 0 has read."""
+    async with RouterClient(reader.daemons[0].url) as router:
+        order = OrderBody(request_id="harmed", source=source, deadline_ms=1000 * deadline_s)
+        ordered = await router.order(order)
+        blocks, attempt = reader.take(50), reader.next_attempt()
+        await reader.ranks[0].client.receive("harmed", blocks.tables(), attempt=attempt)
+        record = await router.wait(ordered.transfer_id, timeout_s=TIMEOUT_S)
+    assert record.state is TransferState.FAILED and record.error is not None
+    return record.error.code
+
+
 @dataclass(frozen=True)
 class Harm:
     """codes: of the failure, one of which it has. status, page: a part of what is said there. peers: a pattern."""
@@ -122,6 +155,8 @@ class Harm:
     peers: str
     page: str
     more: dict[str, float] = field(default_factory=dict)
+    fails: Callable[..., Awaitable[str]] = receives
+    states: tuple[str, ...] = ("degraded",)
 
 
 async def has_a_full_arena(at: Place) -> tuple[TestEngine, TestEngine]:
@@ -135,6 +170,7 @@ async def has_a_full_arena(at: Place) -> tuple[TestEngine, TestEngine]:
 
 NOT_ANSWERED = "harm-source: rank 0 at {peer} has not answered"
 ONE_NOT_ANSWERED = NOT_ANSWERED.replace("rank 0", "rank 1")
+OWN_NOT_ANSWERED = "harm-reader: rank 1 at {peer} has not answered"
 PUBLISH = "the publish of engine harm-source"
 PACK = "waiting for the daemon at {peer} to pack"
 LATE = {"deadline_s": 2.0}
@@ -149,6 +185,16 @@ HARMS = {
         r"harm-source +1 +{peer}",
         ONE_NOT_ANSWERED,
         LATE,
+    ),
+    "a rank of the reader that stands still": Harm(
+        a_reading_rank_stands_still,
+        frozenset({"deadline", "rank_lost"}),
+        OWN_NOT_ANSWERED,
+        r"unmet +harm-reader +1 +{peer}",
+        OWN_NOT_ANSWERED,
+        LATE,
+        is_ordered,
+        ("degraded", "not ready"),  # once the roster has found that the rank is gone
     ),
     "a daemon that has died": Harm(
         has_died, frozenset({"peer_lost", "peer_unreachable"}), NOT_ANSWERED, "nobody listens at {peer}", NOT_ANSWERED
@@ -178,33 +224,36 @@ async def test_it_is_named_at_the_first_look(
     chrome: Browser, daemons: Daemons, stack: AsyncExitStack, kvferry: seen.Kvferry, tmp_path: Path, harm: Harm
 ) -> None:
     source, reader = await harm.make(Place(daemons, stack, tmp_path))
-    daemon, peer = reader.daemons[0], source.daemons[-1].peer
+    daemon = reader.daemons[0]
+    peer = (reader if len(reader.daemons) > 1 else source).daemons[-1].peer
     named = SourceBody(engine_id=source.engine_id, address=source.daemons[0].peer)
-    with pytest.raises(TransferFailed) as failed:
-        await reader.receive("harmed", reader.take(50), source=named, **harm.more)
-    assert failed.value.code in harm.codes
+    failed = await harm.fails(reader, named, **harm.more)
+    assert failed in harm.codes
     (code, status), (_, peers) = [await kvferry(command, "--daemon", daemon.url) for command in ("status", "peers")]
-    first = status.splitlines()[0]
-    assert code == 1 and ": degraded, 1 failure in 5 min" in first, first
-    assert "failed: request harmed at " in status and f" {failed.value.code}: " in status
+    state, *figures = status.splitlines()[0].rpartition(": ")[2].split(", ")
+    assert code == 1 and state in harm.states and "1 failure in 5 min" in figures
+    assert "failed: request harmed at " in status and f" {failed}: " in status
     assert harm.status.format(peer=peer) in status
-    assert (await kvferry("status", "--ready", "--daemon", daemon.url))[0] == 0, "one failure says nothing of the next"
+    ready = (await kvferry("status", "--ready", "--daemon", daemon.url))[0] == 0
+    assert ready or "not ready" in harm.states, "one failure says nothing of the next request"
     for command in (("status",), ("status", "--all"), ("top", "--times", "1")):
         assert (await kvferry(*command, "--daemon", daemon.url))[0] == 1
         code, told = await kvferry(*command, "--json", "--daemon", daemon.url)
         this = json.loads(told) if command == ("status",) else json.loads(told)["ranks"][0]
-        assert (code, this["ready"]["state"], this["totals"]["failed_lately"]["failed"]) == (1, "degraded", 1)
-        assert this["totals"]["failed_lately"]["last"]["error"]["code"] == failed.value.code
+        assert code == 1 and this["ready"]["state"] in harm.states
+        assert this["totals"]["failed_lately"]["failed"] == 1
+        assert this["totals"]["failed_lately"]["last"]["error"]["code"] == failed
     assert re.search(harm.peers.format(peer=re.escape(peer)), peers)
     if harm.page in (PUBLISH, PACK):
         assert "has not answered" not in status + peers, "its daemon has said how things stand"
     async with httpx.AsyncClient(base_url=daemon.url, trust_env=False) as http:
         said = await metrics(http)
-    counted = (("code", failed.value.code), ("peer_engine", source.engine_id))
+    counted = (("code", failed), ("peer_engine", source.engine_id))
     assert said["kvferry_transfer_failures_total", counted] == 1
     for size in ({}, PHONE):
         for dark in (False, True):
-            async with chrome.watching(daemon.url, dark=dark, **size) as page:
+            ready = "not ready" not in harm.states
+            async with chrome.watching(daemon.url, ready=ready, dark=dark, **size) as page:
                 text = harm.page.format(peer=peer)
                 assert text in await page.value("document.body.innerText"), "what the first answers say is drawn"
                 await page.until("document.getElementById('failing').innerText === '1 failure in 5 min'")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from kvferry.errors import KvferryError
-from kvferry.schemas import ErrorBody, InboundRecord, PeerList, PeerRecord, PeerRequest, PeerState
+from kvferry.schemas import ErrorBody, InboundRecord, PeerList, PeerRecord, PeerRequest, PeerState, UnmetRecord
 from kvferryd.commands.ask import DONE, NOT_SO, bad_argument, client
 from kvferryd.commands.say import as_json, count, duration, error_line, moment, printable, rate, size, table
 from kvferryd.config import Config
@@ -55,12 +55,26 @@ def peers_text(found: PeerList) -> str:
     known = sorted(found.peers, key=lambda peer: (peer.state is not PeerState.FAILING, peer.engine_id, peer.rank))
     states = [(LOST, peer) for peer in found.lost] + [(peer.state.value, peer) for peer in known]
     rows: list[Sequence[str]] = [
-        (UNMET, "-", "-", each.address, "-", "-", "-", "-", "-", "-", str(each.failures), each.last_error.code, "-")
+        (
+            UNMET,
+            each.engine_id or "-",
+            _rank(each),
+            each.address,
+            "-",
+            "-",
+            "-",
+            "-",
+            "-",
+            "-",
+            str(each.failures),
+            each.last_error.code,
+            "-",
+        )
         for each in found.unmet
     ]
     rows += [_row(state, peer) for state, peer in states]
     lines = [table(HEADS, rows, "no peers yet", bad=(UNMET, LOST, PeerState.FAILING.value))]
-    lines += [_error(each.address, each.failures, each.last_error, each.last_error_at) for each in found.unmet]
+    lines += [_error(_named(each), each.failures, each.last_error, each.last_error_at) for each in found.unmet]
     lines += [
         _error(f"{peer.engine_id} rank {peer.rank} at {peer.address}", peer.failures, error, peer.last_error_at)
         for _, peer in states
@@ -74,6 +88,15 @@ def peers_text(found: PeerList) -> str:
         readers = sorted(found.inbound, key=lambda reader: (reader.engine_id, reader.rank))
         shown += ["", table(READERS, [_reader(each) for each in readers], "")]
     return "\n".join(shown)
+
+
+def _rank(unmet: UnmetRecord) -> str:
+    return "-" if unmet.rank is None else str(unmet.rank)
+
+
+def _named(unmet: UnmetRecord) -> str:
+    whom = f"{unmet.engine_id} rank {unmet.rank} at " if unmet.engine_id else ""
+    return f"{whom}{unmet.address}"
 
 
 def _row(state: str, peer: PeerRecord) -> tuple[str, ...]:

@@ -78,7 +78,11 @@ class Metrics:
         gauge = partial(Gauge, namespace="kvferry", registry=self.registry)
         histogram = partial(Histogram, namespace="kvferry", registry=self.registry)
         self.ended = counter("transfers_ended", "this rank's share of transfers by its end", ["state", *by_read])
-        self.failures = counter("transfer_failures", "failed transfers by code", ["code", "peer_engine"])
+        self.failures = counter(
+            "transfer_failures",
+            "failed transfers by code; rank 0 counts those of other ranks where its own share is done",
+            ["code", "peer_engine"],
+        )
         self.read = counter("read_bytes", "bytes of done transfers", by_read)
         self.descriptors = counter("descriptors", "NIXL descriptors of done transfers", by_read)
         self.served = counter(
@@ -150,7 +154,8 @@ class Metrics:
         self.rest_times.labels(method if method in METHODS else OTHER, route, str(status)).observe(seconds)
 
     def transfer_ended(self, share: RankTransfer, peer_engine: str) -> None:
-        """Count this rank's share of a transfer at its end. Every rank's daemon counts its own."""
+        """Count this rank's share of a transfer at its end. Every rank's daemon counts its own; rank 0 also counts a
+        share of another rank by which a request fails whose share here has not."""
         path, peer = share.path or NONE, self._peer(peer_engine)
         by_read = (path, share.transport or NONE, peer)
         of = self._labelled

@@ -23,6 +23,8 @@ class Contact:
     """A daemon elsewhere, by its address. Times are seconds since 1970."""
 
     address: str
+    rank: tuple[str, int | None] = "", None
+    """The engine and rank beside it, if it has been in the roster of an engine of ours; it keeps that when it goes."""
     expected: str = ""
     """The name for which its certificate must be; empty where it need not prove itself."""
     answered_at: float | None = None

@@ -104,7 +104,10 @@ class Ranks:
                 self._set(self._led[part].transfer, RankTransfer(rank=rank, state=state, error=error))
             case e.Late(part, rank):
                 led = self._led[part]
-                late = _late(led.transfer.ranks[rank], led.engine.members.get(rank, "an unknown address"))
+                address = led.engine.members.get(rank)
+                late = _late(led.transfer.ranks[rank], address or "an unknown address")
+                if address is not None:  # a daemon that lives says by itself that the deadline has passed
+                    self._channels.contact(address).failed(late)
                 error = ErrorBody.of(late)
                 self._set(led.transfer, RankTransfer(rank=rank, state=TransferState.FAILED, error=error))
             case e.StopOwn(part, rank, code):
