@@ -47,8 +47,9 @@ TEXTS += [
     "{}",
 ]
 FREE = frozenset({
-    "axis", "client", "device_uuid", "digest", "dtype", "encoding", "fingerprint", "group", "handle", "metadata",
-    "name", "node", "order", "reason", "rest", "traceparent", "version", "weights", "whole", "x_request_id",
+    "agent_connection", "axis", "client", "device_uuid", "digest", "dtype", "encoding", "fingerprint", "group",
+    "handle", "metadata", "name", "node", "order", "reason", "rest", "traceparent", "ucx", "version", "weights",
+    "whole", "x_request_id",
 })  # fmt: skip
 """Fields of text or bytes by which nothing is looked up."""
 MOST_MET = 16

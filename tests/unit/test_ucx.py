@@ -54,3 +54,37 @@ def test_what_an_operator_says_stays() -> None:
     assert os.environ["UCX_CMA_TX_QUOTA"] == "64"
     ucx.set_up(Config(ucx={"TLS": "rc,sm", "CMA_TX_QUOTA": "3"}))
     assert os.environ["UCX_CMA_TX_QUOTA"] == "3"
+
+
+V4 = """Iface	Destination	Gateway 	Flags	RefCnt	Use	Metric	Mask		MTU	Window	IRTT
+eth0	00000000	0109A8C0	0003	0	0	0	00000000	0	0	0
+eth1	0000480A	00000000	0001	0	0	0	0000FFFF	0	0	0
+eth1	0000490A	00000000	0201	0	0	0	0000FFFF	0	0	0
+"""
+V6 = """fd000000000000000000000000000000 40 {0} 00 0 00000100 00000001 00000000 00000001 eth1
+{0} 00 {0} 00 0 ffffffff 00000001 00000000 00200200 lo
+""".format("0" * 32)
+
+
+@pytest.mark.parametrize(
+    ("devices", "address", "routed"),
+    [
+        ("eth1", "10.72.3.4", True),
+        ("eth1", "10.74.0.1", False),
+        ("eth1", "10.73.0.1", False),  # such a route refuses
+        ("eth0", "10.74.0.1", True),  # by the default route
+        ("all", "10.74.0.1", True),
+        ("mlx5_0:1,eth1", "fd00::7", True),
+        ("eth1", "fd01::7", False),
+        ("lo", "127.0.0.1", True),  # its own
+        ("lo", "fd01::7", False),  # the kernel's route by which nothing goes
+    ],
+)
+def test_ucx_has_a_way_by_a_route_of_its_interfaces_alone(
+    monkeypatch: pytest.MonkeyPatch, devices: str, address: str, routed: bool
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", devices)
+    monkeypatch.setattr(ucx, "_lines", lambda path: (V6 if path.endswith("ipv6_route") else V4).splitlines())
+    assert ucx.routed([address]) is routed
+    assert ucx.routed([]) and ucx.routed(["eth0"]), "no address is told"
+    assert ucx.routed(["192.0.2.1", address]) is routed or devices in ("all", "eth0")

@@ -62,6 +62,9 @@ class HandshakeRequest(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     ENGINE_ID_FIELD_NUMBER: builtins.int
     STAGING_FIELD_NUMBER: builtins.int
+    AGENT_NAME_FIELD_NUMBER: builtins.int
+    AGENT_CONNECTION_FIELD_NUMBER: builtins.int
+    UCX_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     version: builtins.str
@@ -69,6 +72,15 @@ class HandshakeRequest(google.protobuf.message.Message):
     """empty: whichever it is, of a daemon with one engine"""
     staging: builtins.bool
     """the reader's runs are short: it asks for an arena, where there may be one"""
+    agent_name: builtins.str
+    """The reader's NIXL agent, and how it is connected, without its memory: where the source has no route to an address of
+    `ucx`, it makes sure that NIXL has another way before it is read.
+    """
+    agent_connection: builtins.bytes
+    @property
+    def ucx(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """as in the reply"""
+
     def __init__(
         self,
         *,
@@ -77,8 +89,11 @@ class HandshakeRequest(google.protobuf.message.Message):
         version: builtins.str = ...,
         engine_id: builtins.str = ...,
         staging: builtins.bool = ...,
+        agent_name: builtins.str = ...,
+        agent_connection: builtins.bytes = ...,
+        ucx: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "staging", b"staging", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_connection", b"agent_connection", "agent_name", b"agent_name", "engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "staging", b"staging", "ucx", b"ucx", "version", b"version"]) -> None: ...
 
 Global___HandshakeRequest: typing_extensions.TypeAlias = HandshakeRequest
 

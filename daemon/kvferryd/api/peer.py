@@ -61,6 +61,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         version = protocol(request.protocol_min, request.protocol_max)
         engine = self._ferry.registry.get(request.engine_id or None)
         await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
+        await self._ferry.peers_known.try_reader(request, _left(context, self._ferry.config.connect_timeout_s))
         if request.staging:
             await engine.need_arena(_left(context, self._ferry.config.connect_timeout_s) / 2)
         engine.agent.attend()

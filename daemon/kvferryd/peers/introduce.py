@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import cache
 from weakref import WeakValueDictionary
 
 from kvferry import __version__
@@ -19,13 +20,16 @@ from kvferryd.peers.channels import Channel, Channels
 from kvferryd.peers.contact import asking
 from kvferryd.peers.peer import PeerRank, Staging
 from kvferryd.staging.arena import SLOT_ALIGN
+from kvferryd.transport.metadata import connection_of
 from kvferryd.transport.read import Span
+from kvferryd.transport.ucx import listens_at
 
 
 class Introductions:
     def __init__(self, channels: Channels, timeout_s: float) -> None:
         """timeout_s: for each answer."""
         self._channels, self._timeout_s = channels, timeout_s
+        self._ucx = cache(listens_at)
         self._layouts: WeakValueDictionary[bytes, Manifest] = WeakValueDictionary()
         """Manifests by the digest of all but the engine's name."""
 
@@ -36,7 +40,8 @@ class Introductions:
         it says. engine_id: empty for the only engine there. staging: it should have an arena. Raises KvferryError."""
         request = peer_pb2.HandshakeRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id,
-            staging=staging,
+            staging=staging, agent_name=engine.agent.name, agent_connection=connection_of(engine.agent_metadata),
+            ucx=self._ucx(),
         )  # fmt: skip
         channel = self._channels.open(address)
         try:

@@ -6,9 +6,10 @@ import asyncio
 import itertools
 from collections.abc import Iterator
 
-from kvferry.errors import KvferryError, Unavailable
+from kvferry.errors import LONGEST, KvferryError, PeerFailed, Unavailable, shorten
 from kvferry.manifest import Manifest
 from kvferry.protocol import peers_events as e
+from kvferry.v1 import peer_pb2
 from kvferryd.aio import Tasks
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -17,11 +18,14 @@ from kvferryd.observe import logs
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers.certificates import Certificates
 from kvferryd.peers.channels import Channels
-from kvferryd.peers.handshake import Handshakes
+from kvferryd.peers.handshake import NO_WAY, Handshakes
 from kvferryd.peers.introduce import Introductions
 from kvferryd.peers.meeting import Meeting
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.peers.remembered import Remembered
+from kvferryd.transport import ucx
+from kvferryd.transport.metadata import parse
+from kvferryd.transport.read import TransportError
 from kvferryd.transport.screen import Screen
 
 log = logs.get(__name__)
@@ -63,6 +67,30 @@ class Peers:
 
     def _prepare(self) -> None:
         self._preparing.spawn(self._handshakes.screen.prepare())
+
+    async def try_reader(self, asked: peer_pb2.HandshakeRequest, within_s: float) -> None:
+        """Make sure that NIXL here has a way to a reader's agent, where the kernel has none over TCP. UCX ends the
+        process that is read by an agent to which it has none: another process tries it. Raises KvferryError:
+        `peer_unreachable`, `malformed_metadata`, ..."""
+        if ucx.routed(each.partition(" ")[0] for each in asked.ucx):
+            return
+        metadata = await asyncio.to_thread(parse, asked.agent_name, asked.agent_connection)
+        try:
+            async with asyncio.timeout(within_s):
+                await self._handshakes.screen.check(metadata, (), within_s)
+        except TimeoutError:
+            why, remedy = f"the source could not try its way to the reader within {within_s:g} s", "try again"
+            raise Unavailable("peer_unreachable", why, field="timeout_s", value=within_s, remedy=remedy) from None
+        except TransportError as error:
+            if NO_WAY not in str(error.value):
+                raise
+            at = shorten(", ".join(asked.ucx), LONGEST)
+            why = f"the source has no way back to the reader, whose UCX is at {at}"
+            remedy = (
+                "give the source's network interface a route to that address, which may be the default route, or let "
+                "the reader's UCX use an interface that the source reaches (NET_DEVICES in ucx)"
+            )
+            raise PeerFailed("peer_unreachable", why, field="ucx", value=at, remedy=remedy) from None
 
     def awaited(self, engine: Engine) -> int:
         """Peers of the daemon before this one that are to be known before the engine is said to be ready."""

@@ -89,6 +89,12 @@ def parse(name: str, blob: bytes) -> Metadata:
     return Metadata(alias.decode(), INTRO + b"Agent" + LENGTH.pack(len(alias)) + alias + b"|" + blob[rest:])
 
 
+def connection_of(blob: bytes) -> bytes:
+    """How an agent of ours is connected, by its metadata: the same without its memory, and without any key."""
+    head, section, _ = blob.partition(b"MemSection|")
+    return head + section + b"nixlSecElms" + LENGTH.pack(LENGTH.size) + LENGTH.pack(0) + b"|"
+
+
 def _check_descriptor(value: bytes) -> None:
     if len(value) <= DESCRIPTOR.size:
         raise malformed("a descriptor of its memory has no key")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import itertools
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvferryd.config import Config
@@ -21,6 +22,10 @@ SEGMENTS = "64"
 """The reads of host memory on this host (CMA) after which UCX looks at its other transports. With its own value, 1,
 each read of 4 KiB costs a system call more, for TCP."""
 SIOCGIFADDR = 0x8915
+MOST = 64
+"""Addresses of a peer that are looked at."""
+UP, REJECT = 0x1, 0x200
+"""RTF_UP and RTF_REJECT, of a route."""
 UVERBS, SYSFS = Path("/dev/infiniband"), Path("/sys/class")
 """The places of RDMA devices for libibverbs: those that a container was given, and the names of all."""
 
@@ -55,6 +60,44 @@ def listens_at() -> list[str]:
         for address in sorted(held)
         if not address.startswith("fe80:")
     ]  # fmt: skip
+
+
+def routed(addresses: Iterable[str]) -> bool:
+    """Whether UCX's interfaces have a route to one of these, or none is told: UCX connects to an address of no other
+    kind over TCP, not even where its owner has connected to it. A default route is one. What is no address is left
+    out."""
+    told = list[ipaddress.IPv4Address | ipaddress.IPv6Address]()
+    for each in itertools.islice(addresses, MOST):
+        with contextlib.suppress(ValueError):
+            told.append(ipaddress.ip_address(each))
+    chosen = os.environ.get("UCX_NET_DEVICES", "all").split(",")
+    routes = [route for name, route in _routes() if chosen == ["all"] or name in chosen]
+    return not told or any(address in route for address in told for route in routes)
+
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def _routes() -> Iterator[tuple[str, Network]]:
+    """The interface and the destinations of each route, and of each address of our own."""
+    for line in _lines("/proc/net/route")[1:]:
+        name, to, _, flags, *_, mask = line.split()[:8]
+        first, bits = (int.from_bytes(bytes.fromhex(each), "little") for each in (to, mask))
+        if int(flags, 16) & (UP | REJECT) == UP:
+            yield name, ipaddress.ip_network((first, bits.bit_count()))
+    for line in _lines("/proc/net/ipv6_route"):
+        to, prefix, *_, flags, name = line.split()
+        if int(flags, 16) & (UP | REJECT) == UP:
+            yield name, ipaddress.ip_network((bytes.fromhex(to), int(prefix, 16)))
+    for name, held in _addresses().items():
+        yield from ((name, ipaddress.ip_network(each)) for each in held if "%" not in each)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:  # a kernel without the family
+        return []
 
 
 def _interfaces(config: Config) -> list[str]:
