@@ -1,4 +1,4 @@
-"""Expected times of every way, by docs/benchmarks.md: to compare ways, not to promise a time."""
+"""Expected times of every way, by docs/measuring.md: to compare ways, not to promise a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Expected times of every way of moving runs, and so the choice of one.
 
-The figures are those of docs/benchmarks.md, of one host; they are there to compare ways, not to promise a time.
+The figures are those of docs/measuring.md, of one host; they are there to compare ways, not to promise a time.
 `kvferry bench ways` measures them anew and says where one is wrong by more than three times.
 """
 
