@@ -390,7 +390,7 @@ MADE: dict[tuple[str, str], Maker | By] = {
         "integration/test_one_lease.py", "test_ranks_that_read_two_publishes_of_a_request_are_not_done"
     ),
     (FAILS, "`superseded`, `stale_attempt`"): By(
-        "simulation/test_machine_rules.py", "test_a_higher_attempt_takes_the_place_of_lower_ones_and_of_orders_for_them"
+        "simulation/test_requests.py", "test_a_higher_attempt_takes_the_place_of_lower_ones_and_of_orders_for_them"
     ),
     (FAILS, "`peer_lost`"): By(
         "integration/test_lifecycle.py", "test_a_reader_of_a_killed_daemon_fails_cleanly_and_its_blocks_become_safe"

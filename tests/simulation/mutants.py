@@ -31,10 +31,10 @@ SILENT = {"check", "sizes", "__str__", "__repr__"}
 CPU_S = 10.0
 """A run that takes longer hangs."""
 TESTS = Path(__file__).parents[1]
-RULES = "test_machine_rules", "test_rules_between_daemons", "test_attempt_rules"
+RULES = "test_machine_rules", "test_requests", "test_rules_between_daemons", "test_attempt_rules"
 """Rules of the machines themselves, by events: a second for all."""
 UNIT = (
-    "bounds_of_all", "chunk_stream", "fences", "gather", "lease", "requests", "retired_by_halves", "roster_joinings",
+    "bounds_of_all", "chunk_stream", "fences", "gather", "lease", "retired_by_halves", "roster_joinings",
     "served_stream", "states",
 )  # fmt: skip
 """Other tests of the machines, which those play that neither rules nor worlds find."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from by_events import ANOTHER, READER, ByEvents, Speaker
-from requests_world import Order
 
 from kvferry.errors import Conflict, Full, KvferryError, PeerFailed
 from kvferry.protocol import book_events as be
@@ -17,28 +15,28 @@ from kvferry.protocol import leader_events as le
 from kvferry.protocol import packing_events as pk
 from kvferry.protocol import peers_events as pe
 from kvferry.protocol import reading as rd
-from kvferry.protocol import requests_events as re
 from kvferry.protocol import roster_events as ro
 from kvferry.protocol import session_events as se
-from kvferry.protocol.attempts import Attempt, Limits, ReadingRank
+from kvferry.protocol.attempts import Attempt, ReadingRank
 from kvferry.protocol.book import Book
 from kvferry.protocol.keeper import Keeper
 from kvferry.protocol.kept import Alarms
 from kvferry.protocol.leader import TOLD_AGAIN, Leader
+from kvferry.protocol.lease import lease_ended
 from kvferry.protocol.leases import ANNOUNCED_TO
 from kvferry.protocol.packing import IDLE_S, Packing
 from kvferry.protocol.peers import IDLE_S as IDLE_PEER_S
 from kvferry.protocol.peers import NAMES, Peers
+from kvferry.protocol.peers_asked import ASKINGS
 from kvferry.protocol.peers_homes import Homes
 from kvferry.protocol.peers_wanted import AT_ONCE, BACK_S, GONE_S, HAD, Wanted
 from kvferry.protocol.reading import Computed, Following
-from kvferry.protocol.requests import Requests
 from kvferry.protocol.roster import Rank, Rosters
 from kvferry.protocol.serving import ANNOUNCEMENTS
 from kvferry.protocol.session import Memory, Session, State
 from kvferry.protocol.sessions import Sessions
 from kvferry.protocol.states import LeaseState
-from kvferry.protocol.values import Publication, ReaderId, Reading, Terms, View
+from kvferry.protocol.values import Publication, ReaderId, Reading, Terms, Times, View
 from kvferry.protocol.waits import Waits
 
 HOME = pe.Home("1", ("h",))
@@ -57,6 +55,15 @@ def test_an_engine_has_so_many_addresses_however_many_orders_name() -> None:
     for number in range(2 * NAMES):
         met(peers, f"alias {number}")
     assert peers.sizes()["addresses"] == 1 + NAMES
+
+
+def test_so_many_handshakes_are_under_way_at_a_time() -> None:
+    peers = Peers("own", 10.0)
+    for number in range(ASKINGS):
+        assert len(peers.on(pe.Get(number, "p", f"a{number}"), 0.0)) == 1
+    assert peers.on(pe.Get(ASKINGS, "p", "a0"), 0.0) == [], "one that is under way is joined"
+    (refused,) = peers.on(pe.Get(ASKINGS + 1, "p", "another"), 0.0)
+    assert isinstance(refused, pe.Refused) and refused.why.code == "too_many_peers"
 
 
 def test_an_address_that_fails_is_tried_again_later_each_time_and_within_a_minute() -> None:
@@ -78,7 +85,8 @@ def test_an_engine_that_was_met_is_tried_again_soon_and_not_for_ever() -> None:
     while (timer := wanted.resting.next()) is not None:
         now = timer
         assert wanted.next(now) == [place]
-        wanted.failed(place, SILENT, now)
+        why = SILENT if now < GONE_S else PeerFailed("stale_epoch", "it is another")
+        assert wanted.failed(place, why, now) is (now == BACK_S[0]), "said once, and not of one that is given up"
         wanted.check()
     assert (place in wanted, GONE_S <= now < GONE_S + 2 * BACK_S[1]) == (False, True)
 
@@ -166,6 +174,9 @@ def test_a_rank_that_finishes_an_older_lease_is_not_remembered() -> None:
 
 def test_timers_that_are_set_anew_take_bounded_room() -> None:
     alarms = Alarms[int]()
+    for _ in range(3):
+        alarms.set(0, 11.0)
+        assert alarms.entries == 1
     for at in range(10, 0, -1):
         for key in range(100):
             alarms.set(key, float(at))
@@ -307,15 +318,15 @@ def test_so_many_refusals_are_told_again() -> None:
 
 
 def test_a_publish_that_is_refused_leaves_what_was_published_unless_it_withdraws() -> None:
-    for withdraw in (False, True):
+    for withdraw, told in (({}, be.Refused), ({"withdraw": True}, be.SendAbort)):
         book = Book()
         (first,) = book.on(be.Publish("first", "lease", "r", more=True))
         assert isinstance(first, be.Send)
         book.on(be.Answered(first.id))
-        (second,) = book.on(be.Publish("second", "lease", "r", withdraw=withdraw))
+        (second,) = book.on(be.Publish("second", "lease", "r", **withdraw))
         assert isinstance(second, be.Send)
         (end,) = book.on(be.Answered(second.id, Full("full", "for a while")))
-        assert isinstance(end, be.SendAbort if withdraw else be.Refused)
+        assert isinstance(end, told)
 
 
 def test_bytes_of_a_rank_that_opened_nothing_are_counted() -> None:
@@ -523,6 +534,16 @@ def test_a_peer_that_somebody_wants_is_not_idle() -> None:
     assert peers.known("p") is not None
 
 
+def test_an_engine_that_was_not_read_from_for_long_is_not_wanted_any_more() -> None:
+    peers, now = Peers("own", 10.0), IDLE_PEER_S + 1.0
+    met(peers, "h")
+    assert [place[0] for place in peers.wanted.had] == ["p"]
+    (shake,) = peers.on(pe.Get(2, "q", "elsewhere"), now)
+    assert isinstance(shake, pe.Shake)
+    assert pe.Unload(1) in peers.on(pe.Met(shake.number, pe.Home("1", ("elsewhere",))), now)
+    assert [place[0] for place in peers.wanted.had] == ["q"]
+
+
 def test_only_an_order_says_whose_an_engine_id_is() -> None:
     peers = Peers("own", 10.0)
     for asker, ordered in ((1, False), (2, False), (3, True)):
@@ -641,6 +662,8 @@ def test_a_receive_whose_blocks_were_safe_before_its_end_is_quiet() -> None:
     assert isinstance(sent, be.Send)
     book.on(be.Answered(sent.id, transfer_id="t"))
     book.on(be.BlocksSafe("r", "t"))
+    (refused,) = book.on(be.Receive("another", "r"))
+    assert isinstance(refused, be.Refused), "the first has not ended"
     assert be.Quiet("call") in book.on(be.TransferOver("r", "t", "end", done=True, safe=False))
 
 
@@ -658,22 +681,6 @@ def test_what_is_published_in_part_goes_on_when_the_same_weights_are_named() -> 
     with pytest.raises(Conflict) as refused:
         book.on(be.Publish("third", "lease", "r"))
     assert refused.value.code == "mixed_weights"
-
-
-def test_a_refusal_ends_the_order_that_waits_for_its_reservation() -> None:
-    requests, at = Requests("one", Limits(transfers=4, history=2)), ReadingRank("decode", "1", 0, 1)
-    requests.on(re.Ordered(at, "r", Order(), number=1))
-    assert re.Stop(1, True, SILENT) in requests.on(re.Unfit(at, "r", Attempt(1), SILENT))
-
-
-def test_orders_that_bring_tables_need_leave() -> None:
-    requests = Requests("one", Limits(transfers=4, history=2, tables=False))
-    at, reservation = ReadingRank("decode", "1", 0, 1), re.Reservation("so", {"full": np.array([1])})
-    with pytest.raises(KvferryError) as refused:
-        requests.on(re.Ordered(at, "r", Order(), brought={0: "so"}, reservation=reservation))
-    handed = requests.on(re.Handed(at, "s", Attempt(1), Order(), reservation))[-1]
-    assert isinstance(handed, re.Refused)
-    assert refused.value.code == handed.why.code == "tables_not_allowed"
 
 
 def test_a_publish_that_comes_after_the_end_of_its_lease_begins_another() -> None:
@@ -716,244 +723,7 @@ def test_an_engine_that_has_gone_ends_its_leases_and_those_of_its_own_memory_at_
         assert detached == se.Detach("one", "its engine is dead")
         assert isinstance(ends, se.EndLeases)
         assert ends.keep_whole is (memory is Memory.DAEMONS)
-
-
-# ---- orders and reservations ----
-
-RANK_0, RANK_1 = ReadingRank("decode", "1", 0, 1), ReadingRank("decode", "1", 1, 1)
-
-
-def blocks(*ids: int) -> re.Reservation:
-    return re.Reservation("so", {"full": np.array(ids, dtype=np.int64)})
-
-
-def requests_of(*events: re.Event, transfers: int = 4, history: int = 2) -> Requests:
-    it = Requests("one", Limits(transfers=transfers, history=history))
-    for event in events:
-        it.on(event)
-        it.check()
-    return it
-
-
-def reserved(number: int = 1, at: ReadingRank = RANK_0, *ids: int, order: Order | None = None) -> re.Reserved:
-    return re.Reserved(at, "r", Attempt(number), blocks(*(ids or (number,))), order)
-
-
-def codes(effects: list[re.Effect]) -> list[str]:
-    """The codes of refusals and stops."""
-    return [each.why.code for each in effects if isinstance(each, re.Refused | re.Stop)]
-
-
-def test_an_abort_ends_what_is_under_way_and_what_waits_and_tells_other_ranks_of_what_has_ended() -> None:
-    it = requests_of(reserved(), re.Ordered(RANK_0, "r", Order(), number=2), re.Ordered(RANK_0, "s", Order()))
-    stops = it.on(re.Abort(RANK_0, "r", "enough"))
-    assert [(each.part, each.failed, each.why.code) for each in stops if isinstance(each, re.Stop)] == [
-        (1, False, "aborted"), (2, False, "aborted")
-    ]  # fmt: skip
-    assert it.on(re.Abort(RANK_0, "r", "again")) == []
-    it.on(re.Ended(1, SILENT))
-    assert it.on(re.AbortPart(1, "all ranks")) == [re.TellEnded(1)]
-    it.on(re.Over(1))
-    assert it.on(re.AbortPart(1, "all ranks")) == it.on(re.AbortPart(99, "unknown")) == []
-    (stop,) = it.on(re.AbortPart(3, "enough"))
-    assert isinstance(stop, re.Stop) and not stop.failed
-
-
-def test_a_reservation_does_not_join_an_order_that_is_about_to_end() -> None:
-    it = requests_of(re.Ordered(RANK_0, "r", Order()), re.Abort(RANK_0, "r", "enough"))
-    assert it.on(reserved())[-1] == re.Taken(2)
-
-
-def test_an_order_joins_no_attempt_that_is_about_to_end() -> None:
-    it = requests_of(reserved(), re.AbortPart(1, "enough"))
-    with pytest.raises(KvferryError, match="has ended already"):
-        it.on(re.Ordered(RANK_0, "r", Order(), number=1))
-    assert it.on(re.Ordered(RANK_0, "r", Order()))[-1] == re.Taken(2), "it waits for the next"
-    assert codes(it.on(reserved())) == ["aborted"]
-    assert codes(it.on(re.Handed(RANK_0, "r", Attempt(1), Order()))) == ["aborted"]
-
-
-def test_a_higher_attempt_takes_the_place_of_lower_ones_and_of_orders_for_them() -> None:
-    it = requests_of(reserved(), re.Ordered(RANK_0, "r", Order(), number=2), re.Ordered(RANK_0, "r", Order(), number=4))
-    effects = it.on(reserved(3))
-    assert sorted((each.part, each.why.code) for each in effects if isinstance(each, re.Stop)) == [
-        (1, "superseded"), (2, "superseded")
-    ]  # fmt: skip
-    assert codes(it.on(reserved(2))) == ["stale_attempt"]
-    assert it.on(reserved(3))[-1] == re.Taken(4)
-
-
-def test_an_order_of_rank_0_ends_orders_that_wait_for_lower_attempts_and_is_no_lower_one() -> None:
-    handed = [re.Handed(RANK_1, "r", Attempt(number), Order()) for number in (2, 3)]
-    it = requests_of(handed[0])
-    effects = it.on(handed[1])
-    assert codes(effects) == ["superseded"]
-    assert codes(it.on(re.Handed(RANK_1, "r", Attempt(1), Order()))) == ["stale_attempt"]
-
-
-def test_rank_0_alone_hands_an_order_on_and_once() -> None:
-    for at, led in ((RANK_0, 1), (RANK_1, 0)):
-        it, order = requests_of(), Order()
-        said = [each for _ in range(2) for each in it.on(reserved(1, at, order=order))]
-        assert said.count(re.HandOn(1, {})) == led
-
-
-def test_an_order_that_rank_0_hands_on_comes_to_a_rank_that_has_its_own() -> None:
-    it = requests_of(reserved(1, RANK_1, order=Order()))
-    assert it.on(re.Handed(RANK_1, "r", Attempt(1), Order(lease=3))) == [
-        re.Follow(1, Order(lease=3)), re.Taken(1, new=False)
-    ]  # fmt: skip
-    assert codes(it.on(re.Handed(RANK_1, "r", Attempt(1), Order(), re.Reservation("else", {})))) == [
-        "receive_conflict", "receive_conflict"
-    ]  # fmt: skip
-    it = requests_of(reserved(1, RANK_1, order=Order(lease=3)))
-    assert codes(it.on(re.Handed(RANK_1, "r", Attempt(1), Order())))[-1] == "order_conflict", "rank 0 may read another"
-
-
-def test_a_reservation_that_rank_0_brings_is_claimed() -> None:
-    it = requests_of(re.Handed(RANK_1, "r", Attempt(1, "one"), Order(), blocks(1, 2)))
-    assert codes(it.on(re.Reserved(RANK_1, "s", Attempt(1), blocks(2))))[-1] == "blocks_not_quiet"
-    it.on(re.Ended(1, SILENT, over=True))
-    assert codes(it.on(re.Reserved(RANK_1, "s", Attempt(2), blocks(2))))[-1] == "blocks_not_quiet"
-    it.on(re.Quiet(1))
-    assert it.on(re.Reserved(RANK_1, "s", Attempt(3), blocks(2)))[-1] == re.Taken(2)
-
-
-def test_what_has_ended_on_another_rank_ends_here_or_does_not_begin() -> None:
-    for failed, code in ((True, "rank_failed"), (False, "aborted")):
-        elsewhere = re.EndedElsewhere(RANK_0, "r", Attempt(1), failed, "full")
-        it = requests_of(reserved())
-        (stop,) = it.on(elsewhere)
-        assert isinstance(stop, re.Stop)
-        assert (stop.part, stop.failed, stop.why.code) == (1, failed, code)
-        it.on(re.Ended(1, SILENT))
-        assert it.on(elsewhere) == []
-        it = requests_of(elsewhere)
-        assert codes(it.on(reserved())) == [code]
-        assert it.on(elsewhere) == []
-        assert it.on(reserved(2))[-1] == re.Taken(1)
-
-
-def test_what_is_refused_is_told_to_other_ranks_by_rank_0_and_what_comes_later_has_missed_it() -> None:
-    for at in (RANK_0, RANK_1):
-        it = requests_of()
-        told = [each for each in it.on(re.Unfit(at, "r", Attempt(1), SILENT)) if isinstance(each, re.TellRefused)]
-        assert told == ([re.TellRefused(at, "r", Attempt(1), SILENT)] if at is RANK_0 else [])
-        assert codes(it.on(reserved(1, at))) == [SILENT.code]
-        assert it.on(re.Unfit(at, "r", Attempt(1), SILENT)) == []
-    it = requests_of(reserved())
-    assert it.on(re.Unfit(RANK_0, "r", Attempt(1), SILENT)) == [], "it has begun"
-
-
-def test_an_order_that_waited_and_has_ended_is_missed_by_its_reservation() -> None:
-    it = requests_of(re.Handed(RANK_1, "r", Attempt(1), Order()))
-    assert it.on(re.Ended(1, SILENT, over=True)) == [re.Appeared("r"), re.TellEnded(1)]
-    assert codes(it.on(reserved(1, RANK_1))) == [SILENT.code]
-
-
-def test_an_attempt_that_was_under_way_and_has_ended_is_missed_by_nothing() -> None:
-    it = requests_of(re.Handed(RANK_1, "r", Attempt(1), Order()), reserved(1, RANK_1))
-    assert it.on(re.Ended(1, SILENT)) == [re.TellEnded(1)]
-
-
-def test_another_daemon_of_rank_0_ends_what_the_one_before_has_handed_on() -> None:
-    it = requests_of(
-        re.Handed(RANK_1, "r", Attempt(1), Order(leader="i1")), re.Handed(RANK_1, "s", Attempt(1), Order(leader="i2")),
-        re.Reserved(RANK_1, "t", Attempt(1), blocks(1), Order()),
-    )  # fmt: skip
-    (stop,) = it.on(re.Led(RANK_1, "i2"))
-    assert isinstance(stop, re.Stop)
-    assert (stop.part, stop.failed, stop.why.code) == (1, True, "rank_failed")
-
-
-def test_other_weights_end_what_was_reserved_for_those_before() -> None:
-    it = requests_of(
-        re.Reserved(RANK_0, "r", Attempt(1), re.Reservation("so", {}, "v1")),
-        re.Reserved(RANK_0, "s", Attempt(1), re.Reservation("so", {}, "v2")),
-        re.Ordered(RANK_0, "t", Order()),
-    )
-    assert [(each.part, each.failed, each.why.code) for each in it.on(re.ReplaceWeights(RANK_0, "v2"))
-            if isinstance(each, re.Stop)] == [(1, True, "other_weights")]  # fmt: skip
-
-
-def test_the_end_of_an_engine_ends_what_it_has_and_nothing_of_its_next_life() -> None:
-    it = requests_of(reserved(), re.Reserved(replace(RANK_0, epoch="2", life=2), "r", Attempt(1), blocks(1)))
-    assert [each.part for each in it.on(re.Shut(RANK_0, SILENT)) if isinstance(each, re.Stop)] == [1]
-
-
-def test_a_drain_hands_back_orders_that_nobody_has_reserved_for() -> None:
-    it = requests_of(re.Ordered(RANK_0, "r", Order()))
-    (stop,) = it.on(re.HandBack(RANK_0, SILENT))
-    assert stop == re.Stop(1, True, SILENT)
-
-
-def test_records_are_forgotten_when_more_have_ended_and_nothing_of_them_goes_on() -> None:
-    it = requests_of(*(re.Reserved(RANK_0, f"r{number}", Attempt(1), blocks(number)) for number in range(4)))
-    for part in (1, 2, 3):
-        assert it.on(re.Ended(part)) == []
-    assert it.on(re.Quiet(1)) == [re.OneFewer()]
-    assert it.on(re.Over(1)) == [re.Forgotten(1)]
-    it.on(re.Over(2))
-    it.on(re.Quiet(2))
-    assert it.on(re.Ended(4, SILENT, over=True)) == [re.TellEnded(4), re.Forgotten(2)]
-    assert codes(it.on(re.Reserved(RANK_0, "r1", Attempt(1), blocks(1)))) == ["order_conflict"], "it is not begun again"
-
-
-def test_a_part_is_found_by_its_attempt() -> None:
-    it = requests_of(reserved(2))
-    key = RANK_0.key("r")
-    assert (it.find(key, Attempt(2)), it.find(key, Attempt(3)), it.find(RANK_0.key("s"), Attempt(1))) == (1, None, None)
-    for attempt, code in ((Attempt(1), "stale_attempt"), (Attempt(1, "one"), "order_conflict")):
-        with pytest.raises(KvferryError) as over:
-            it.find(key, attempt)
-        assert over.value.code == code
-
-
-def test_orders_that_bring_tables_are_counted_and_are_a_kind_of_their_own() -> None:
-    it = requests_of()
-    brings = re.Ordered(RANK_0, "r", Order(), brought={0: "so"}, reservation=blocks(1))
-    begin, *_ = it.on(brings)
-    assert isinstance(begin, re.Begin)
-    assert begin.attempt == Attempt(1, "one")
-    assert it.on(brings) == [re.Taken(1, new=False)]
-    for other, code in (
-        (replace(brings, brought={0: "else"}), "order_conflict"),
-        (replace(brings, number=1), "order_conflict"),
-    ):
-        with pytest.raises(KvferryError) as refused:
-            it.on(other)
-        assert refused.value.code == code
-    assert codes(it.on(reserved())) == ["order_conflict"]
-    it.on(re.Ended(1, SILENT, over=True))
-    begin = next(each for each in it.on(replace(brings, reservation=blocks(2))) if isinstance(each, re.Begin))
-    assert begin.attempt == Attempt(2, "one")
-    assert codes(it.on(reserved())) == ["order_conflict"], "it is no lower attempt"
-
-
-def test_a_daemon_has_room_for_so_many_parts_that_have_not_ended() -> None:
-    it = requests_of(reserved(), transfers=1)
-    for event in (re.Reserved(RANK_0, "s", Attempt(1), blocks(2)), re.Handed(RANK_0, "t", Attempt(1), Order())):
-        assert codes(it.on(event))[-1] == "full"
-    for order in (re.Ordered(RANK_0, "u", Order()), re.Ordered(RANK_0, "v", Order(), closed=SILENT)):
-        with pytest.raises(KvferryError) as refused:
-            it.on(order)
-        assert refused.value.code == ("full" if order.closed is None else SILENT.code)
-    it.on(re.Ended(1, SILENT))
-    assert it.on(re.Ordered(RANK_0, "u", Order()))[-1] == re.Taken(2)
-
-
-def test_blocks_are_free_when_their_engine_is_gone_and_nothing_writes_them() -> None:
-    it = requests_of(reserved(), re.Shut(RANK_0, SILENT), re.Left(RANK_0))
-    assert (it.sizes()["claimed groups"], it.sizes()["lives gone"]) == (1, 1)
-    it.on(re.Ended(1, SILENT, over=True))
-    it.on(re.Quiet(1))
-    assert (it.sizes()["claimed groups"], it.sizes()["lives gone"], it.sizes()["claims"]) == (0, 0, 0)
-    it = requests_of(reserved(), re.Ended(1), re.Quiet(1))
-    assert it.sizes()["claimed groups"] == 1
-    it.on(re.Left(replace(RANK_0, life=2)))
-    assert it.sizes()["claimed groups"] == 1
-    it.on(re.Left(RANK_0))
-    assert it.sizes()["claimed groups"] == 0
+        assert ends.why == "its engine is dead" + ("" if ends.keep_whole else ", and owned its memory")
 
 
 # ---- an engine's book ----
@@ -1056,6 +826,25 @@ def test_what_was_heard_before_the_name_of_a_receive_is_kept_until_then() -> Non
     assert book.sizes()["early"] == 0
 
 
+def test_a_caller_that_has_heard_the_end_of_its_call_has_nothing_to_leave() -> None:
+    book = Book()
+    book.on(be.Answered(sends(book, be.Receive("call", "r")), transfer_id="t"))
+    assert book.on(be.TransferOver("r", "t", "end", done=False, safe=False)) == [be.Ended("call", "end")]
+    assert book.on(be.Leave("call")) == []
+    sends(book, be.Receive("again", "r"))
+    sends(book, be.Publish("publish", "lease", "s"))
+    book.on(be.SessionLost(SILENT))
+    assert book.on(be.Leave("publish")) == [], "there is nobody to whom it could be said"
+
+
+def test_what_is_published_after_an_abort_is_another_lease() -> None:
+    book = Book()
+    for call, number in (("first", 1), ("second", 2)):
+        (sent,) = book.on(be.Publish(call, "lease", "r", more=True))
+        assert isinstance(sent, be.Send) and sent.number == number
+        sends(book, be.Abort(f"abort the {call}", "r"))
+
+
 def test_a_receive_that_is_refused_leaves_its_request_free() -> None:
     book = Book()
     assert book.on(be.Answered(sends(book, be.Receive("call", "r")), SILENT)) == [be.Refused("call", SILENT)]
@@ -1086,7 +875,8 @@ def test_a_receive_that_nobody_waits_for_is_aborted_once_it_has_a_name_and_is_qu
         if not named:
             assert [type(each) for each in book.on(be.Answered(id, transfer_id="t"))] == [be.SendAbort]
         assert book.on(be.Receive("next", "r")) == [], "it waits for the one before"
-        quiet, sent = book.on(be.TransferOver("r", "t", "end", done=False, safe=True))
+        assert book.on(be.TransferOver("r", "t", "end", done=False, safe=False)) == [], "its blocks are not safe yet"
+        quiet, sent = book.on(be.BlocksSafe("r", "t"))
         assert quiet == be.Quiet("call") and isinstance(sent, be.Send)
 
 
@@ -1505,6 +1295,27 @@ def test_what_is_lost_or_refused_is_so_up_to_the_newest_that_was() -> None:
     assert reader.waits(reader.opens(lease=6))
 
 
+def test_a_lease_that_was_lost_later_is_the_last_of_its_request() -> None:
+    source = ByEvents()
+    leases = source.source.leases
+    assert leases.state_of("r") is None
+    source.publish()
+    source.read()
+    assert (leases.newest("r"), leases.state_of("r")) == (1, LeaseState.RELEASED)
+    source.on(e.Lose((("r", 2),)))
+    assert (leases.newest("r"), leases.state_of("r")) == (2, None)
+
+
+def test_nothing_is_kept_of_ranks_that_finish_once_the_engine_is_gone() -> None:
+    source = ByEvents()
+    source.finish(lease=2)
+    assert source.source.leases.sizes()["early"] == 1
+    source = ByEvents()
+    source.on(e.Shut("its engine is dead"))
+    source.finish(lease=2)
+    assert source.source.leases.sizes()["early"] == 0
+
+
 def test_why_a_lease_is_over_is_told_with_its_number() -> None:
     source = ByEvents()
     source.publish(ttl_s=5.0)
@@ -1514,6 +1325,7 @@ def test_why_a_lease_is_over_is_told_with_its_number() -> None:
     source.publish()
     source.read()
     assert reader.refused(reader.opens()).message == "lease 2 of request r is released"
+    assert lease_ended("r", "over").message == "the lease of request r is over"
     source.publish()
     source.publish(number=4)
     assert source.ended[-1].reason == "published anew, as lease 4"
@@ -1572,6 +1384,15 @@ def test_how_each_reader_stands_is_told() -> None:
     ]  # fmt: skip
     account = source.account()
     assert (account.open, account.closed, account.expected, account.expires_in_s) == (1, 1, 4, None)
+
+
+def test_when_a_reader_opened_a_lease_had_all_of_it_packed_and_closed_it_is_told() -> None:
+    source = ByEvents()
+    packing = packing_of(source)
+    packing.on(pk.Gathered(packing.at, 0), 3.0)
+    source.wait(5.0)
+    source.on(e.Leave(packing.at.reading, complete=True))
+    assert [each.times for each in source.account().readers] == [Times(opened=0.0, packed=3.0, closed=5.0)]
 
 
 def test_a_rank_reads_in_the_highest_attempt_that_it_has_said() -> None:

@@ -474,6 +474,16 @@ def test_memory_is_kept_for_an_engine_that_has_lost_its_session_and_for_none_tha
     assert [each.keep for each in effects if isinstance(each, se.Take)] == [False]
 
 
+def test_memory_of_an_engine_that_is_dead_is_freed_when_its_last_lease_has_ended() -> None:
+    it = session(se.Allocated("one", owned=True), se.Died("one"))
+    effects, taken = it.on(se.LeasesOver("one"), 0.0), []
+    while takes := [each for each in effects if isinstance(each, se.Take)]:
+        taken += takes
+        effects = it.on(se.StepOver("one", takes[0].step, done=True), 0.0)
+    assert se.Step.FREE in [each.step for each in taken] and not any(each.keep for each in taken)
+    assert effects[-1] == se.Over("one")
+
+
 def test_an_engine_says_how_it_ended() -> None:
     for event, why in (
         (se.Withdraw("one"), "engine e has lost its session"), (se.GiveUp("one"), "engine e is gone"),
@@ -509,6 +519,17 @@ def test_a_daemon_that_stood_by_and_dies_answers_no_wish_that_was_fulfilled() ->
     (report,) = it.on(ke.Died(4, 9, "killed"), 30.0)[:1]
     assert isinstance(report, ke.Report)
     assert "the daemon that stood by is dead" in report.what
+
+
+def test_daemons_that_stand_by_are_started_ten_seconds_apart() -> None:
+    for died, starts in ((3.0, 11.0), (30.0, 30.0)):
+        it = keeps()
+        it.on(ke.Loaded(2, 5.0), 2.0)
+        it.on(ke.Died(2, 9, "killed"), died)
+        it.on(ke.Tick(), 10.9)
+        assert (3 in it.daemons) is (starts != 11.0)
+        it.on(ke.Tick(), starts)
+        assert 3 in it.daemons
 
 
 def test_an_upgrade_that_dies_while_nothing_serves_is_loaded_again() -> None:
