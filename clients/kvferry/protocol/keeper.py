@@ -171,8 +171,6 @@ class Keeper:
             return []
         self.slow, daemon.drain_s, daemon.state = 1, drain_s, State.LOADED
         daemon.due = now + LOADS_S if daemon.number == self.current and self.served else None
-        if daemon.number == self.current:
-            return []
         return self._drop(now, *(each for each in self._others() if each.number < daemon.number))
 
     def _serves(self, daemon: Daemon | None, now: float) -> list[e.KeeperEffect]:

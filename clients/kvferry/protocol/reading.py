@@ -34,7 +34,7 @@ class Seen:
     weights: str = ""
     metadata: bytes = b""
     tables: Tables = field(default_factory=dict, compare=False)
-    fenced_s: float = field(default=0.0, compare=False)
+    fenced_s: float = 0.0
     """From that publish until its source showed it: its fence, and those before it."""
 
 

@@ -175,7 +175,7 @@ class Requests:
 
     def _handed(self, event: e.Handed) -> Effects:
         key, attempt, reservation = event.at.key(event.request_id), event.attempt, event.reservation
-        found, claim = self.parts.of(key, attempt), 0
+        found = self.parts.of(key, attempt)
         if found is not None:
             if not found.ended and found.reserved and reservation not in (None, found.reservation):
                 raise a.reserved_otherwise(event.request_id)

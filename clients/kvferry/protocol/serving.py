@@ -121,8 +121,7 @@ class Serving:
     def take(self, number: int) -> e.Told | None:
         """The next thing to tell of a reading, an announcement for 0; None where nothing is left to tell."""
         if not number:
-            view = self._announced.pop(next(iter(self._announced), 0), None)
-            return None if view is None else e.Announcement(view)
+            return e.Announcement(self._announced.pop(next(iter(self._announced)))) if self._announced else None
         opened = self._opened.get(number)
         if opened is None:
             return None
