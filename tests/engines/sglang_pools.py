@@ -37,14 +37,14 @@ def main() -> None:
         **COMMON,
     )
     found["packed"] = [said(packed, "fp8_e4m3")]
-    print(json.dumps({"means": found, "windows": windows()}))
+    print(json.dumps({"means": found, "windows": windows([5]), "windows alone": windows([])}))
 
 
-def windows() -> list[Any]:
-    """Groups of a cache of two pools, and the layers of each."""
+def windows(others: list[int]) -> list[Any]:
+    """Groups of a cache of two pools, and the layers of each. others: layers without windows."""
     cache = SWAKVPool(
         size=64, size_swa=32, page_size=16, dtype=torch.bfloat16, head_num=2, head_dim=8, device="cpu",
-        swa_attention_layer_ids=[4, 6], full_attention_layer_ids=[5], enable_alt_stream=False,
+        swa_attention_layer_ids=[4, 6], full_attention_layer_ids=others, enable_alt_stream=False,
     )  # fmt: skip
     manifest = described(cache, (cache.full_kv_pool, cache.swa_kv_pool), "auto")
     return [
@@ -63,7 +63,8 @@ def described(cache: Any, pools: Sequence[Any], cache_type: str) -> Manifest:
     """With a region for each pool, and windows of 24 tokens."""
     builder = ManifestBuilder("e", "e", ModelInfo(name="m", fingerprint="f"))
     for at, pool in enumerate(pools):
-        buffers = pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer
+        if not (buffers := pool.kv_buffer if hasattr(pool, "kv_buffer") else pool.k_buffer + pool.v_buffer):
+            continue
         start = min(buffer.data_ptr() for buffer in buffers)
         stop = max(buffer.data_ptr() + buffer.nbytes for buffer in buffers)
         builder.region(at, "host", nbytes=stop - start, address=start)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sglang_engines import PYTHON, START_S
+
+from engines import Engines
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 HELD = {
@@ -18,14 +22,28 @@ HELD = {
     "fp8_e5m2 torch.float8_e4m3fnuz": "uint8 fp8_e4m3fnuz",
     "tomorrow torch.float8_e4m3fn": "uint8 opaque:sglang.tomorrow",
 }
+STATES = {"gated delta net": "qkv", "Kimi's": "qkv", "Mamba2": "xbc", "Mamba": "x", "convolution alone": "x"}
+"""The channels of each convolution."""
 
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    """By sglang_pools.py."""
+    return _said_by("sglang_pools.py")
+
+
+@pytest.fixture(scope="module")
+def handed_over() -> dict[str, Any]:
+    """By sglang_states.py."""
+    with closing(Engines()) as fleet:
+        daemons = [*fleet.daemons("p", 2), *fleet.daemons("d", 1)]
+        asyncio.run(fleet.ready(*daemons, timeout_s=60))
+        return _said_by("sglang_states.py", *(str(each.socket) for each in daemons))
+
+
+def _said_by(script: str, *arguments: str) -> dict[str, Any]:
     if not PYTHON.exists():
         pytest.skip("there is no SGLang here: make engines-sglang installs one")
-    command = [PYTHON, Path(__file__).with_name("sglang_pools.py")]
+    command = [PYTHON, Path(__file__).with_name(script), *arguments]
     done = subprocess.run(command, timeout=START_S, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -41,3 +59,17 @@ def test_every_pool_says_what_it_holds(told: dict[str, Any]) -> None:
     means = told["means"]
     assert means.pop("packed") == [{"kv": "uint8 opaque:sglang.packed_fp8_e4m3"}]
     assert means == {name: [{"k": held, "v": held}, {"kv": held}] for name, held in HELD.items()}
+
+
+def test_states_of_two_ranks_are_those_of_one(handed_over: dict[str, Any]) -> None:
+    """SGLang's own pools, real daemons, every element of keys, values, convolutions and states; no engine computes."""
+    for kind, channels in STATES.items():
+        ssm = [] if kind == "convolution alone" else ["ssm"]
+        told = handed_over[kind]
+        assert told["components"] == sorted([*(f"conv.{each}" for each in channels), "k", *ssm, "v"]), kind
+        assert told["same"] == [True] * (3 + len(ssm)), kind
+
+
+def test_a_stage_of_a_pipeline_may_have_no_layers_of_a_kind(handed_over: dict[str, Any], told: dict[str, Any]) -> None:
+    assert handed_over["stages"] == {"encodings": ["fp32", "fp32"], "same": [True] * 4}
+    assert told["windows alone"] == [[5, None, []], [3, 24, [4, 6]]]

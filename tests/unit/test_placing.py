@@ -12,7 +12,8 @@ from kvferry.memory.placing import buffers_of, placed, region_nbytes
 
 def test_what_was_foretold_lies_in_the_region_and_nothing_else() -> None:
     cache = partial(torch.zeros, 8192, dtype=torch.int8, device="cpu")
-    buffers = [*buffers_of(cache), *buffers_of(partial(torch.zeros, (3, 5), dtype=torch.float32))]
+    buffers = [*buffers_of(cache), *buffers_of(partial(torch.zeros, size=(3, 5), dtype=torch.float32))]
+    assert not buffers_of(partial(torch.zeros, (0, 5), dtype=torch.float32))
     assert {buffer.device.type for buffer in buffers} == {"meta"}
     region = memfd_region(region_nbytes(buffers, "cpu"))
     with placed(region, buffers):

@@ -66,10 +66,10 @@ def until(true: Callable[[], bool], within_s: float) -> float:
 
 def test_an_engine_that_answers_is_known_at_once_and_forgotten(sources: Sources, good: str) -> None:
     until(lambda: sources.ensure(good), 30.0)
-    known = sources.get(good)
+    known = sources.known.get(good)
     assert known is not None and (known.sources[0].engine_id, known.kv_cache_dtype) == ("p", "fp8_e4m3")
     sources.forget(good)
-    assert sources.get(good) is None
+    assert sources.known.get(good) is None
     until(lambda: sources.ensure(good), 30.0)
 
 
@@ -129,7 +129,7 @@ def test_of_a_long_answer_only_the_beginning_is_read(sources: Sources, caplog: p
         peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + ANSWER + b" " * MOST_NBYTES)
         until(lambda: not sources._asking, 30.0)
     assert f"more than {MOST_NBYTES} bytes" in caplog.text
-    assert not sources._known
+    assert not sources.known
 
 
 def test_an_answer_that_never_ends_has_a_deadline_too(sources: Sources) -> None:
@@ -158,5 +158,5 @@ def test_the_first_dp_rank_answers_for_all_once_all_have_started(sources: Source
     assert not sources.ensure(address)
     start(2)
     until(lambda: sources.ensure(address), 30.0)
-    assert (known := sources.get(address)) is not None
+    assert (known := sources.known.get(address)) is not None
     assert [source.engine_id for source in known.sources] == ["p-dp0", "p-dp1", "p-dp2"]

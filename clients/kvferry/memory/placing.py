@@ -18,7 +18,7 @@ ALIGNED = 256
 
 
 def buffers_of(create: Callable[[], object]) -> list[torch.Tensor]:
-    """The tensors that `create` will make with `torch.zeros`, without memory."""
+    """The tensors that `create` will make with `torch.zeros`, without memory; empty ones need no place."""
     made: list[torch.Tensor] = []
 
     def recorded(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +27,7 @@ def buffers_of(create: Callable[[], object]) -> list[torch.Tensor]:
 
     with _Zeros(recorded):
         create()
-    return made
+    return [each for each in made if each.nbytes]
 
 
 def region_nbytes(buffers: Sequence[torch.Tensor], device: str) -> int:
@@ -77,8 +77,8 @@ class _Zeros(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given, answer = kwargs or {}, None
-        if func is torch.zeros and args and given.get("dtype") is not None:
-            shape = args if isinstance(args[0], int) else args[0]
+        if func is torch.zeros and given.get("dtype") is not None:
+            shape = given["size"] if not args else args if isinstance(args[0], int) else args[0]
             answer = self._answer(torch.Size(shape), given["dtype"])
         return func(*args, **given) if answer is None else answer
 

@@ -43,9 +43,9 @@ class Sources:
     HTTP requests."""
 
     def __init__(self) -> None:
-        self._known: Remembered[Prefill] = Remembered()
+        self.known: Remembered[Prefill] = Remembered()
         self._lock = threading.Lock()
-        """Guards changes of `_known`."""
+        """Guards changes of `known`."""
         self._asking: set[str] = set()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="kvferry-bootstrap", daemon=True).start()
@@ -54,23 +54,20 @@ class Sources:
         self._glance_at = 0.0
         """When the scheduler may wait again."""
 
-    def get(self, address: str) -> Prefill | None:
-        return self._known.get(address)
-
     def ensure(self, address: str) -> Prefill | None:
         """The server that prefills there, where it is known. If not it is asked, and known later."""
-        if address not in self._known and address not in self._asking and len(self._asking) < ASKS:
+        if address not in self.known and address not in self._asking and len(self._asking) < ASKS:
             self._asking.add(address)
             asked = asyncio.run_coroutine_threadsafe(self._ask(address), self._loop)
             if (now := time.monotonic()) >= self._glance_at:
                 self._glance_at = now + ASK_S
                 wait([asked], GLANCE_S)
-        return self._known.get(address)
+        return self.known.get(address)
 
     def forget(self, address: str) -> None:
         """Another engine may be there by now."""
         with self._lock:
-            self._known.pop(address, None)
+            self.known.pop(address, None)
 
     async def _ask(self, address: str) -> None:
         """Within ASK_S, however slowly its name is found or its answer comes."""
@@ -84,7 +81,7 @@ class Sources:
                             raise ValueError(f"its answer has more than {MOST_NBYTES} bytes")
             prefill = Prefill.model_validate_json(bytes(content))
             with self._lock:
-                self._known[address] = prefill
+                self.known[address] = prefill
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             why = str(error) or type(error).__name__
             log.warning("no prefill engine answers at bootstrap address %s: %s", address, why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder
 from kvferry.manifest.encoding import OF_DTYPE, OPAQUE
-from kvferry.parts import Describing, Part
+from kvferry.parts import Describing, Part, recurrent_parts
 from kvferry.tables import BlockTable
 
 GROUP = "0"
@@ -37,12 +38,10 @@ def encoding(cache_dtype: str, dtype: Any) -> str:
 def scales(cache_dtype: str, path: str | None) -> dict[str, str]:
     """The fingerprint's part of --quantization-param-path: fp8 is read by the scales of the file there, where SGLang
     can read it and its cache type has any. Nothing without one."""
-    if path is None or cache_dtype != "fp8_e4m3":
-        return {}
-    try:
-        return {"kv_cache_scales": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
-    except OSError:
-        return {}  # SGLang takes 1 for all of them
+    with suppress(OSError):  # then SGLang takes 1 for all of them
+        if path is not None and cache_dtype == "fp8_e4m3":
+            return {"kv_cache_scales": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+    return {}
 
 
 def tables_of(num_tokens: int, page_size: int, *pages: Any) -> dict[str, BlockTable]:
@@ -54,50 +53,70 @@ def tables_of(num_tokens: int, page_size: int, *pages: Any) -> dict[str, BlockTa
 def describe(
     builder: ManifestBuilder, cache: Any, window: int, rank: int, ranks: int, heads: Callable[[int], int],
     cache_dtype: str,
-) -> None:  # fmt: skip
+) -> str:  # fmt: skip
     """Add the cache's pools, each a group, and their layers to the manifest. window: tokens that a sliding window has,
     the newest included. heads: how many KV heads a layer has on all ranks. cache_dtype: SGLang's name of the cache
-    type. Raises KvferryError (`unknown_layout`, `unknown_heads`)."""
+    type. Returns the encoding of its first pool, which a stage of a pipeline has without layers, too. Raises
+    KvferryError (`unknown_layout`, `unknown_heads`, `unsupported_cache`)."""
     describing = Describing(builder, rank, ranks)
     pools = [getattr(cache, name) for name in POOLS if hasattr(cache, name)] or [cache]
     for group, pool in enumerate(pools):
         blocks = pool.size // pool.page_size + 1  # page 0 takes what padding writes
         builder.group(str(group), num_blocks=blocks, block_size=pool.page_size, window=window if group else None)
-        for layer, number in enumerate(pool.model_layer_ids):
-            if hasattr(pool, "kv_buffer"):
-                parts = [_latent(pool, layer, blocks, cache_dtype)]
-            else:
-                parts = _keys_and_values(pool, layer, blocks, ranks, heads(number), cache_dtype)
+        # A pool of latents beside states numbers its layers anew.
+        for layer, number in enumerate(getattr(cache, "full_attention_layer_id_mapping", pool.model_layer_ids)):
+            parts = _attention(pool, layer, number, blocks, ranks, heads(number), cache_dtype)
             describing.add(str(group), number, parts, f"layer {number}")
+    if states := getattr(cache, "mamba_pool", None):
+        builder.group(str(len(pools)), kind="state", num_blocks=states.size + 1)
+        for layer, number in enumerate(states.mamba_layer_ids):
+            describing.add(str(len(pools)), number, _state(states, layer, number, ranks), f"layer {number}")
+    return _meaning(pools[0], cache_dtype)
 
 
-def _latent(pool: Any, layer: int, blocks: int, cache_dtype: str) -> Part:
-    """The cache of latent attention: a row for each token, the same on all ranks."""
-    rows = pool.kv_buffer[layer]
-    view = rows[: blocks * pool.page_size].view(blocks, pool.page_size, *rows.shape[1:])
-    # Sparse attention's rows in fp8 hold values, their scales and a part in bf16.
+def _meaning(pool: Any, cache_dtype: str) -> str:
+    """Sparse attention's rows in fp8 hold values, their scales and a part in bf16."""
     packed = getattr(pool, "dsa_kv_cache_store_fp8", False)
-    means = f"{OPAQUE}sglang.packed_{cache_dtype}" if packed else encoding(cache_dtype, pool.dtype)
-    return Part("kv", view, ("block", "slot", "head", "content"), "head", 1, means)
+    return f"{OPAQUE}sglang.packed_{cache_dtype}" if packed else encoding(cache_dtype, pool.dtype)
 
 
-def _keys_and_values(pool: Any, layer: int, blocks: int, ranks: int, total: int, cache_dtype: str) -> list[Part]:
-    """A rank has its share of the layer's own heads, so many in all, or it is not known which it has. Raises
-    KvferryError (`unknown_layout`, `unknown_heads`)."""
+def _state(pool: Any, layer: int, number: int, ranks: int) -> list[Part]:
+    """A recurrent layer's convolution, and its state, [block, head, dim, n] (or none). Each rank has its share of the
+    heads, and of all channels: x alone; x, b and c; or q, k and v, of which SGLang says how wide they are. Raises
+    KvferryError (`unsupported_cache`)."""
+    held = pool.mamba_cache.at_layer_idx(layer)
+    conv, states = held.conv[0].movedim(1 + pool.conv_slice_axis, 1), [held.temporal] if held.temporal.numel() else []
+    wide, of = states[0].shape[1:3].numel() if states else conv.shape[1], pool.conv_shard_groups
+    if len(held.conv) > 1 or pool._slot_siblings or (of and of[-1] != wide * ranks):
+        what = f"layer {number} keeps states that have no names here"
+        raise Malformed("unsupported_cache", what, field="layer", value=number, remedy="report the model")
+    return recurrent_parts(conv, states, "x" if conv.shape[1] == wide else "qkv" if of else "xbc", ranks, ranks)
+
+
+def _attention(
+    pool: Any, layer: int, number: int, blocks: int, ranks: int, total: int, cache_dtype: str
+) -> list[Part]:  # fmt: skip
+    """Latent attention has a row for each token, the same on all ranks. A rank has its share of keys and values of
+    the layer's own heads, so many in all, or it is not known which it has. Raises KvferryError (`unknown_layout`,
+    `unknown_heads`)."""
+
+    def paged(rows: Any) -> Any:
+        return rows[: blocks * pool.page_size].view(blocks, pool.page_size, *rows.shape[1:])
+
+    means = _meaning(pool, cache_dtype)
+    if hasattr(pool, "kv_buffer"):
+        return [Part("kv", paged(pool.kv_buffer[layer]), ("block", "slot", "head", "content"), "head", 1, means)]
     axes = AXES.get(pool.kv_cache_layout)
     if axes is None:
         what = f"the cache's layout {pool.kv_cache_layout} is not known"
         remedy = f"one of {', '.join(AXES)}: choose another attention backend"
         raise Malformed("unknown_layout", what, field="kv_cache_layout", value=pool.kv_cache_layout, remedy=remedy)
-    found, means = [], encoding(cache_dtype, pool.dtype)
+    found, shards = [], min(ranks, total)
     for name, buffer in (("k", pool.k_buffer[layer]), ("v", pool.v_buffer[layer])):
-        view = buffer
-        if axes[1] == "slot":
-            view = buffer[: blocks * pool.page_size].view(blocks, pool.page_size, *buffer.shape[1:])
-        found.append(Part(name, view, axes, "head", min(ranks, total), means))
+        found.append(Part(name, paged(buffer) if axes[1] == "slot" else buffer, axes, "head", shards, means))
     held = sorted({part.view.shape[axes.index("head")] for part in found})
     if held != [max(1, total // ranks)]:
-        what = f"layer {pool.model_layer_ids[layer]} has {total} KV heads, and each of {ranks} ranks keeps {held}"
+        what = f"layer {number} has {total} KV heads, and each of {ranks} ranks keeps {held}"
         remedy = "which heads these are cannot be told: report the model and its --tp-size"
         raise Malformed("unknown_heads", what, field="heads", value=held, remedy=remedy)
     return found

@@ -32,12 +32,9 @@ PREFILL = PrefillServerInfo(
 )  # fmt: skip
 """The answer that SGLang wants of an engine that prefills: any rank may ask it."""
 REFUSED = (
-    "enable_memory_saver",
-    "enable_kv_cache_sharding",
-    "elastic_ep_backend",
-    "enable_pd_role_switch",
+    "enable_memory_saver", "enable_kv_cache_sharding", "elastic_ep_backend", "enable_pd_role_switch",
     "disaggregation_enable_kv_checksum",
-)
+)  # fmt: skip
 """Options of SGLang that move a cache or divide it in a way that no manifest says, let ranks come and go, or compare
 what is not moved: the rest of a page behind its last token."""
 
@@ -87,7 +84,7 @@ class Manager(BaseKVManager):
 
         SGLang's own check of cache types ends decode's scheduler, and takes `auto` and `bf16` for different ones.
         """
-        prefill, ours = self.sources.get(address), self.rank.encoding
+        prefill, ours = self.sources.known.get(address), self.rank.encoding
         if prefill is not None and prefill.encoding != ours:
             theirs = f"{prefill.kv_cache_dtype} ({prefill.encoding})"
             why = f"prefill at {address} has a cache of {theirs}, decode of {self.kv_args.kv_cache_dtype_str} ({ours})"
@@ -129,7 +126,7 @@ class BootstrapServer(BaseKVBootstrapServer):
 def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> None:
     """Raises KvferryError (`unsupported_engine`)."""
     parallel, disagg = get_parallel(), get_disagg()
-    states = [each.value for each in args.state_types if each is not StateType.SWA]
+    states = [each.value for each in args.state_types if each not in (StateType.SWA, StateType.MAMBA)]
     several = mode is DisaggregationMode.PREFILL and parallel.num_dp_ranks > 1
     refused = {
         "pipeline parallelism of decode": mode is DisaggregationMode.DECODE and parallel.pp_size > 1,

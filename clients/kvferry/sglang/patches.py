@@ -12,6 +12,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -95,8 +96,9 @@ def _rank() -> Any:
     return this_rank() if chosen() else None
 
 
-def _place(create: Callable[[Any], Any], pool: Any) -> Any:
-    return rank.place(create, pool) if (rank := _rank()) else create(pool)
+def _place(create: Callable[..., Any], pool: Any, **more: Any) -> Any:
+    create = partial(create, **more)
+    return rank.place(create, pool, more.get("device") or pool.device) if (rank := _rank()) else create(pool)
 
 
 def _number(broadcast: Callable[..., Any], receiver: Any, recv_reqs: Any, *rest: Any, **more: Any) -> Any:
@@ -178,6 +180,7 @@ HOOKS: dict[str, tuple[tuple[str, ...], Callable[..., Any], str]] = {
     # The cache is the daemon's memory: SGLang has a hook for that on GPUs (a custom pool by name), none for the host.
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": (("self",), _place, "AROUND"),
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers": (("self",), _place, "AROUND"),
+    "sglang.srt.mem_cache.memory_pool.MambaPool.__init__": (("self",), _place, "AROUND"),
     # An attempt and a lease have one number on all ranks: the first rank gives it, with what it broadcasts already.
     f"{BROADCASTER}._broadcast_reqs_across_ranks": (("self", "recv_reqs"), _number, "AROUND"),
     # A sender and a receiver are not told the request, which their digest is made of.

@@ -9,6 +9,8 @@ import math
 import socket
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
+from copy import copy
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -75,12 +77,14 @@ class Rank:
         """The CUDA stream on which the last step was launched: a pipeline's is not the scheduler's."""
         log.info("rank %d of %d of %s is attached to the daemon on %s", self.number, self.count, self.engine_id, path)
 
-    def place(self, create: Callable[[Any], None], pool: Any) -> None:
-        """Let the pool's `create` allocate in the daemon's memory. Raises KvferryError."""
-        buffers = buffers_of(partial(create, pool))
-        nbytes = region_nbytes(buffers, torch.device(pool.device).type)
-        self._regions.append(self.daemon.allocate(nbytes, len(self._regions)))
-        with placed(self._regions[-1], buffers):
+    def place(self, create: Callable[[Any], None], pool: Any, device: str) -> None:
+        """Let the pool's `create` allocate in the daemon's memory; a stage of a pipeline may have no layers of a kind.
+        Raises KvferryError."""
+        if buffers := buffers_of(partial(create, copy(pool))):
+            # `create` may make small tables besides, which lie there too on a GPU.
+            nbytes = region_nbytes([*buffers, torch.empty(1)], torch.device(device).type)
+            self._regions.append(self.daemon.allocate(nbytes, len(self._regions)))
+        with placed(self._regions[-1], buffers) if buffers else nullcontext():
             create(pool)
 
     def register(self, arguments: ServerArgs, cache_dtype: str) -> None:
@@ -102,12 +106,10 @@ class Rank:
         for at, region in enumerate(self._regions):
             builder.region(at, region.kind, nbytes=region.nbytes, address=region.address)
         cache, window = self.queue.token_to_kv_pool, 1 + (self.queue.scheduler.sliding_window_size or 0)
-        describe(builder, cache, window, self.number % self._tp, self._tp, _heads(model), cache_dtype)
-        manifest = builder.build()
-        self.encoding = manifest.components[0].meaning
+        self.encoding = describe(builder, cache, window, self.number % self._tp, self._tp, _heads(model), cache_dtype)
         if self.on_gpu:
             self.daemon.open_fences(torch.cuda.current_device())
-        for note in self.daemon.register(manifest):
+        for note in self.daemon.register(builder.build()):
             log.warning("%s", note)
 
     def reloaded(self, folder: str) -> None:

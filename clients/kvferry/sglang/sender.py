@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from kvferry.sglang.manager import Manager
-
-log = logging.getLogger(__name__)
 
 
 def reason(error: BaseException) -> str:
@@ -151,8 +148,8 @@ class Sender(BaseKVSender):
                 told.result()
         except Unsettled as error:
             raise SystemExit(f"kvferry: a reader may be in the pages of {self._name}: {error}") from None
-        except KvferryError as error:  # refused, so there is no lease; or the client is closed, as the engine stops
-            log.debug("%s", error)
+        except KvferryError:  # refused, so there is no lease; or the client is closed, as the engine stops
+            pass
 
     def clear(self) -> None:
         """SGLang has done with this: its room is free. The first stage of a pipeline may not be ahead of the others,
