@@ -2,11 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import yaml
 from policies import the_grace_period_covers_every_step, the_proxy_knows_every_engine_and_daemon
-from rendered import Cluster, helm, port_of, variable
+from rendered import CHART, SCHEDULED, VARIANTS, Cluster, helm, port_of, variable
+
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+OTHERS: dict[str, Any] = {
+    "engine.args": ["--seed=7"],
+    "engine.env": [{"name": "TEAM", "value": "serving"}],
+    "engine.kind": "sglang",
+    "front.kind": "none",
+    "gpu.mode": "none",
+    "imagePullSecrets": [{"name": "registry"}],
+    "monitoring.kind": "none",
+    "podNetwork": "10.1.0.0/16",
+    "sharedMemory": "16Gi",
+    "daemonEnv": {"KVFERRY_ARENA_MB": "1024"},
+    "resources.engine": {"limits": {"cpu": "7"}},
+    **{f"pods.{pod}.{name}": value for pod in ("engine", "proxy") for name, value in SCHEDULED.items()},
+}
+"""Values of each kind that are not the default, where a number, a flag or a name is not enough."""
+BASES = [
+    *(each.values for each in VARIANTS),
+    {"gpu": {"mode": "node"}}, {"gpu": {"mode": "container"}}, {"front": {"kind": "llm-d"}},
+    {"models": {"claim": "models"}},
+]  # fmt: skip
+
+
+def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def other(path: tuple[str, ...], value: Any) -> Any:
+    if (name := ".".join(path)) in OTHERS:
+        return OTHERS[name]
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else f"{value or 'a'}-b"
+
+
+def merged(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {name: merged(values.get(name, {}), each) for name, each in more.items() if isinstance(each, dict)}
+    return {**values, **more, **nested}
+
+
+LEAVES = [pytest.param(path, value, id=".".join(path)) for path, value in leaves(VALUES)]
+
+
+@pytest.mark.parametrize(("path", "value"), LEAVES)
+def test_each_value_changes_what_is_deployed(path: tuple[str, ...], value: Any) -> None:
+    """In one of the things to deploy, at least: a value that nothing reads would be believed."""
+    changed = functools.reduce(lambda inside, name: {name: inside}, reversed(path), other(path, value))
+    assert isinstance(changed, dict)
+
+    def differs(base: Mapping[str, Any]) -> bool:
+        with contextlib.suppress(Exception):  # the two make no sense together, as another test has it
+            return helm(merged(base, changed)) != helm(base)
+        return False
+
+    assert any(map(differs, BASES)), f"nothing reads {'.'.join(path)}"
+
+
+def test_a_value_that_nothing_reads_is_noticed() -> None:
+    with pytest.raises(AssertionError, match=r"nothing reads pods\.engine\.colour"):
+        test_each_value_changes_what_is_deployed(("pods", "engine", "colour"), "red")
 
 
 def test_the_proxy_names_every_replica() -> None:
