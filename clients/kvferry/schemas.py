@@ -422,14 +422,37 @@ class UnmetRecord(_Answer):
     last_contact_at: float | None = None
 
 
+class FailedRequest(_Answer):
+    """A request that failed. at: seconds since 1970. transfer_id: empty where what failed is a lease here that nobody
+    has read. engine_id: the engine that was read."""
+
+    at: float
+    request_id: str
+    transfer_id: str = ""
+    engine_id: str
+    error: ErrorBody
+
+    @classmethod
+    def of(cls, record: TransferRecord, error: ErrorBody) -> FailedRequest:
+        """error: of the record, or of one of its ranks."""
+        source = record.source.engine_id if record.source else ""
+        at = record.ended_at or record.created_at
+        return cls(
+            at=at, request_id=record.request_id, transfer_id=record.transfer_id, engine_id=source, error=error
+        )  # fmt: skip
+
+
 class PeerList(_Answer):
     """lost: forgotten, since they did not answer; the next order shakes hands with them anew. unmet: called, and no
-    handshake was ever done, other ranks of the engines here among them, the newest 64."""
+    handshake was ever done, other ranks of the engines here among them, the newest 64. failed: the last
+    request that failed to read from each engine in 24 hours, those of daemons before this one among them; the newest
+    first, 64 at most."""
 
     peers: list[PeerRecord]
     lost: list[PeerRecord] = []
     unmet: list[UnmetRecord] = []
     inbound: list[InboundRecord] = []
+    failed: list[FailedRequest] = []
 
 
 class EngineRecord(_Answer):
@@ -536,17 +559,6 @@ class Info(_Answer):
     strict: bool
     transports: list[str]
     uptime_s: float
-
-
-class FailedRequest(_Answer):
-    """A request that failed. at: seconds since 1970. transfer_id: empty where what failed is a lease here that nobody
-    has read. engine_id: the engine that was read."""
-
-    at: float
-    request_id: str
-    transfer_id: str = ""
-    engine_id: str
-    error: ErrorBody
 
 
 class FailedLately(_Answer):

@@ -325,8 +325,9 @@ class Ferry:
             if contact.error and contact.failed_at
         ]  # fmt: skip
         return schemas.PeerList(
-            peers=_peer_records(self.peers_known, self.config.advertise), lost=lost, unmet=unmet, inbound=inbound
-        )
+            peers=_peer_records(self.peers_known, self.config.advertise), lost=lost, unmet=unmet, inbound=inbound,
+            failed=self.history.failures.of_engines(),
+        )  # fmt: skip
 
     def _unmet(self) -> list[tuple[str, int | None, Contact]]:
         """(engine, rank, contact) of daemons that were called lately and do not answer; peers and rank 0 are told

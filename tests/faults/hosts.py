@@ -144,9 +144,11 @@ def host() -> Iterator[Host]:
         holder.stdout.close()
 
 
-async def daemons_apart(daemons: Daemons, far: Host, name: str, *flags: str) -> tuple[DaemonService, DaemonService]:
-    """Two daemons that read from each other over TCP, one here and one there; `flags` for both."""
-    near = _start(daemons, f"{name}-near", far.here, far, *flags)
+async def daemons_apart(
+    daemons: Daemons, far: Host, name: str, *flags: str, here: Sequence[str] = ()
+) -> tuple[DaemonService, DaemonService]:
+    """Two daemons that read from each other over TCP, one here and one there; `flags` for both, `here` for the one."""
+    near = _start(daemons, f"{name}-near", far.here, far, *flags, *here)
     with far.inside():
         remote = _start(daemons, f"{name}-far", far.there, far, *flags)
     await daemons.fleet.ready(near, remote, timeout_s=TIMEOUT_S)
@@ -167,7 +169,9 @@ def _start(daemons: Daemons, name: str, address: str, far: Host, *flags: str) ->
     finally:
         if before is not None:
             os.environ["UCX_NET_DEVICES"] = before
-    return replace(started, url=f"http://{rest}", peer=peer)
+    services = daemons.fleet.services
+    services[services.index(started)] = moved = replace(started, url=f"http://{rest}", peer=peer)
+    return moved
 
 
 def _ip(*arguments: str) -> None:

@@ -1,5 +1,5 @@
 """Harm to requests is named at the first look after one has failed: by `kvferry status`, `kvferry peers`, /metrics and
-the page, on a desk and a phone, light and dark."""
+the page, on a desk and a phone, light and dark. It is to be found when the daemon was killed, and an hour later too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from test_metrics_say import metrics
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody, SourceBody, TransferState
+from kvferryd.commands import say
+from kvferryd.demo.fleet import DaemonService
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
 kvferry = seen.kvferry
@@ -60,7 +63,7 @@ class Place:
         flags."""
         mark = uuid.uuid4().hex[:6]
         of_both = await asyncio.gather(
-            self.daemons.start(f"p-{mark}", ranks, *there), self.daemons.start(f"d-{mark}", readers, *here)
+            self.daemons.start(f"p-{mark}", ranks, *there), self._readers(f"d-{mark}", readers, here)
         )
         engines = []
         for name, daemons in zip(("harm-source", "harm-reader"), of_both, strict=True):
@@ -69,6 +72,15 @@ class Place:
             await self.daemons.fleet.ready(*daemons, timeout_s=TIMEOUT_S, path="/readyz")  # each knows of the others
             engines.append(engine)
         return engines[0], engines[1]
+
+    async def _readers(self, name: str, count: int, flags: tuple[str, ...]) -> list[DaemonService]:
+        (first,) = await self.daemons.start(name, 1, *flags, *self.state(0))
+        others = (self.daemons.start_rank(f"{name}-{n}", first, *flags, *self.state(n)) for n in range(1, count))
+        return [first, *await asyncio.gather(*others)]
+
+    def state(self, rank: int) -> tuple[str, str]:
+        """The flag of a daemon whose history the next one goes on with."""
+        return "--state", str(self.folder / f"state-{rank}")
 
     def proof(self, issuer: Authority, name: str, **more: Any) -> tuple[str, ...]:
         """The flags of a daemon that this authority vouches for."""
@@ -110,7 +122,9 @@ async def has_run_out(at: Place) -> tuple[TestEngine, TestEngine]:
 async def has_no_fabric_in_common(at: Place) -> tuple[TestEngine, TestEngine]:
     """Two hosts, whose daemons answer each other. UCX has each one's loopback device alone."""
     far = at.stack.enter_context(host())
-    near, remote = await daemons_apart(at.daemons, far, "fabric", "--ucx", f"TLS={TCP_ALONE} NET_DEVICES=lo")
+    near, remote = await daemons_apart(
+        at.daemons, far, "fabric", "--ucx", f"TLS={TCP_ALONE} NET_DEVICES=lo", here=at.state(0)
+    )
     return (await engine_on(at.stack, "harm-source", remote))[0], (await engine_on(at.stack, "harm-reader", near))[0]
 
 
@@ -258,3 +272,39 @@ async def test_it_is_named_at_the_first_look(
                 assert text in await page.value("document.body.innerText"), "what the first answers say is drawn"
                 await page.until("document.getElementById('failing').innerText === '1 failure in 5 min'")
                 assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS.keys())
+async def test_it_is_still_to_be_found_a_restart_and_an_hour_later(
+    chrome: Browser, daemons: Daemons, stack: AsyncExitStack, kvferry: seen.Kvferry, tmp_path: Path,
+    jump: Callable[[int], None], harm: Harm,
+) -> None:  # fmt: skip
+    source, reader = await harm.make(Place(daemons, stack, tmp_path))
+    named = SourceBody(engine_id=source.engine_id, address=source.daemons[0].peer)
+    failed = await harm.fails(reader, named, **harm.more)
+    before = reader.daemons[0]
+    async with RouterClient(before.url) as router:
+        (record,) = await router.transfers("harmed")
+    before.process.kill()
+    await asyncio.to_thread(before.process.wait, TIMEOUT_S)
+    jump(3600)
+    daemon = reader.daemons[0] = daemons.fleet.again(before)
+    await daemons.fleet.ready(daemon, timeout_s=TIMEOUT_S)
+
+    assert record.error is not None and record.error.code == failed
+    named_so = f"{failed}: {record.error.message}"
+    status, peers = [(await kvferry(command, "--daemon", daemon.url))[1] for command in ("status", "peers")]
+    (line,) = [line for line in status.splitlines() if "last failure" in line]
+    assert f"request harmed at {say.moment(record.ended_at)}, reading harm-source: {named_so}" in line
+    (line,) = [line for line in peers.splitlines() if line.startswith("harm-source: last failure: request harmed at ")]
+    assert named_so in line
+    async with RouterClient(daemon.url) as router:
+        told, totals = await asyncio.gather(router.history(7200, 60, peers=True), router.totals())
+        assert told.now - (record.ended_at or told.now) > 3600
+        (peer,) = [each for each in told.peers if each.engine_id == "harm-source"]
+        assert peer.failures == {failed: 1} == dict(sum((Counter(each.failures) for each in told.points), Counter()))
+        assert totals.failed_lately is None, "an hour later the daemon is not degraded by it"
+    for size in ({}, PHONE):
+        async with chrome.watching(daemon.url, ready=False, **size) as page:
+            await page.until(f"document.body.innerText.includes({record.error.message!r})")

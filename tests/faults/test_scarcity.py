@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import resource
-import shutil
-import struct
-import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 from fleet import Daemons, refusal
@@ -69,26 +65,6 @@ async def test_descriptors_that_are_used_up(scene: Scene, record_property: Calla
         await scene.serves()
         await scene.at_rest()
     record_property("seen", ["descriptors used up", ", ".join(sorted(ends)), "", ""])
-
-
-@pytest.fixture
-def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Moves the clock of the wall of the processes that are started meanwhile by so many seconds."""
-    if (compiler := shutil.which("cc")) is None:
-        pytest.skip("jumps of the clock need a C compiler")
-    clock, ahead = tmp_path / "clock.so", tmp_path / "ahead"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", clock, Path(__file__).parent / "clock.c"], check=True)
-
-    def jump(seconds: int) -> None:
-        with ahead.open("r+b") as file:
-            file.write(struct.pack("l", seconds))
-
-    ahead.touch()
-    jump(0)
-    with monkeypatch.context() as inherited:
-        inherited.setenv("LD_PRELOAD", str(clock))
-        inherited.setenv("WALL_AHEAD", str(ahead))
-        yield jump
 
 
 async def test_the_clock_of_the_wall_jumps(

@@ -8,7 +8,18 @@ from collections.abc import Iterator, Sequence
 from kvferry.errors import KvferryError
 from kvferry.schemas import ErrorBody, InboundRecord, PeerList, PeerRecord, PeerRequest, PeerState, UnmetRecord
 from kvferryd.commands.ask import DONE, NOT_SO, bad_argument, client
-from kvferryd.commands.say import as_json, count, duration, error_line, moment, printable, rate, size, table
+from kvferryd.commands.say import (
+    as_json,
+    count,
+    duration,
+    error_line,
+    failed_line,
+    moment,
+    printable,
+    rate,
+    size,
+    table,
+)
 from kvferryd.config import Config
 
 UNMET, LOST = "unmet", "lost"
@@ -83,6 +94,7 @@ def peers_text(found: PeerList) -> str:
     cannot = {(peer.engine_id, way, why): None for peer in known for way, why in peer.ways.items() if why}
     lines += [f"{engine_id}: {way} cannot be had: {why}" for engine_id, way, why in cannot]
     lines += [_phases(peer) for peer in known if peer.phases]
+    lines += [f"{each.engine_id}: last failure: {failed_line(each)}" for each in found.failed]
     shown = [lines[0], *map(printable, lines[1:])]
     if found.inbound:
         readers = sorted(found.inbound, key=lambda reader: (reader.engine_id, reader.rank))

@@ -83,8 +83,12 @@ def wrong(ready: Readiness, totals: Totals | None = None) -> Iterator[str]:
 
 
 def failed_line(failed: FailedRequest) -> str:
-    more = f"; more: kvferry explain --transfer {failed.transfer_id[:8]}" if failed.transfer_id else ""
-    return f"request {failed.request_id} at {moment(failed.at)}: {error_line(failed.error)}{more}"
+    """With the command that says more of it."""
+    said = f"request {failed.request_id} at {moment(failed.at)}"
+    if not failed.transfer_id:
+        return f"{said}: {error_line(failed.error)}"
+    reading = f", reading {failed.engine_id}" if failed.engine_id else ""
+    return f"{said}{reading}: {error_line(failed.error)}; more: kvferry explain --transfer {failed.transfer_id[:8]}"
 
 
 def as_json(answer: object) -> None:

@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvferry.schemas import DrainStatus, EngineRecord, Info, Readiness, Standing, Totals, TransferRecord, TransferState
+from kvferry.schemas import DrainStatus, EngineRecord, FailedRequest, Info, Readiness, Standing, Totals, TransferState
 from kvferryd.commands.ask import DONE, NOT_SO, client
 from kvferryd.commands.here import Here, all_here, here_text
 from kvferryd.commands.ranks import Rank, ranks_of, ranks_text
-from kvferryd.commands.say import as_json, count, duration, error_line, moment, printable, size, table, wrong
+from kvferryd.commands.say import as_json, count, duration, failed_line, printable, size, table, wrong
 from kvferryd.config import Config
 
 
@@ -34,8 +34,9 @@ async def status(config: Config, arguments: argparse.Namespace) -> int:
         })  # fmt: skip
     else:
         print(f"kvferry {info.version} at {daemon.url}: {verdict(ready, totals)}")
-        before = failed if totals.failed_lately is None else []
-        for line in (*wrong(ready, totals), *_figures(info, left, totals), *map(_last_failure, before)):
+        before = [FailedRequest.of(each, each.error) for each in failed if each.error and not totals.failed_lately]
+        earlier = (f"{'last failure':<14} {failed_line(each)}" for each in before)
+        for line in (*wrong(ready, totals), *_figures(info, left, totals), *earlier):
             print(f"  {printable(line)}")
         print(_engines(engines))
         for engine in engines:
@@ -98,11 +99,6 @@ def _figures(info: Info, left: DrainStatus, totals: Totals) -> Iterator[str]:
     if totals.quarantined_bytes or totals.unfreed_bytes:
         rows["held back"] = held_back
     yield from (f"{name:<14} {value}" for name, value in rows.items())
-
-
-def _last_failure(record: TransferRecord) -> str:
-    why = error_line(record.error) if record.error else ""
-    return f"{'last failure':<14} {moment(record.ended_at)}, request {record.request_id}: {why}"
 
 
 def _engines(engines: Sequence[EngineRecord]) -> str:

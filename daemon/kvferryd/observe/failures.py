@@ -1,5 +1,5 @@
-"""The failures of a daemon: how many in the last five minutes, and which was the last. The one rule by which it counts
-as degraded."""
+"""The failures of a daemon: how many in the last five minutes, which is the one rule by which it counts as degraded;
+and the last of each engine that it reads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 
 from kvferry.schemas import FailedLately, FailedRequest
 
-LATELY_S, PERIOD_S = 300, 5
-"""How long a failure counts, and to which second."""
+LATELY_S, PERIOD_S, DAY_S = 300, 5, 86_400
+"""How long a failure counts, and to which second; how long it is told of an engine."""
+ENGINES = 64
 
 
 class Failures:
@@ -18,6 +19,8 @@ class Failures:
         self._counts: dict[int, int] = {}
         """How many failed, by five seconds since 1970."""
         self._last: FailedRequest | None = None
+        self._of_engines: dict[str, FailedRequest] = {}
+        """The last one that read from each engine."""
 
     def note(self, failed: FailedRequest) -> None:
         period = int(failed.at) // PERIOD_S
@@ -25,6 +28,15 @@ class Failures:
         self._counts[period] = self._counts.get(period, 0) + 1
         if self._last is None or not _lately(int(self._last.at) // PERIOD_S) or self._last.at <= failed.at:
             self._last = failed
+        if failed.transfer_id and failed.engine_id:
+            of_others = (each for each in self.of_engines() if each.engine_id != failed.engine_id)
+            self._of_engines = {each.engine_id: each for each in [failed, *of_others][:ENGINES]}
+
+    def of_engines(self) -> list[FailedRequest]:
+        """The last one that read from each engine in 24 hours, the newest first."""
+        since = time.time() - DAY_S
+        told = (each for each in self._of_engines.values() if each.at > since)
+        return sorted(told, key=lambda each: each.at, reverse=True)
 
     def lately(self) -> FailedLately | None:
         """None where nothing has failed."""

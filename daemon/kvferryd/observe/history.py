@@ -237,7 +237,7 @@ class History:
                 self._put(number, body)
                 self.ended(record.ranks[0], record.source.engine_id if record.source else "")
             if record.state is TransferState.FAILED and record.error is not None:
-                self.failures.note(_failed(record, record.error))
+                self.failures.note(FailedRequest.of(record, record.error))
             yield Earlier(record.transfer_id, record.request_id, record.state, body)
 
     def _marked(self) -> Iterator[tuple[int, HistoryMark]]:
@@ -349,13 +349,6 @@ def _died(record: TransferRecord, because: str) -> TransferRecord:
     share = RankTransfer(rank=record.slowest_rank, state=TransferState.FAILED, error=error)
     changed = {"state": TransferState.FAILED, "error": error, "ranks": [share], "ended_at": time.time()}
     return record.model_copy(update=changed)
-
-
-def _failed(record: TransferRecord, error: ErrorBody) -> FailedRequest:
-    return FailedRequest(
-        at=record.ended_at or record.created_at, request_id=record.request_id, transfer_id=record.transfer_id,
-        engine_id=record.source.engine_id if record.source else "", error=error,
-    )  # fmt: skip
 
 
 def _packed(record: bytes, room: int) -> bytes:
