@@ -133,6 +133,23 @@ def test_the_bill_of_materials_has_every_locked_package(release: Path, image: st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_wheel_is_installed_as_documented_in_a_fresh_environment(release: Path, tmp_path: Path) -> None:
+    """By the two commands for a machine without a GPU, docs/start.md; a minute where packages are at hand."""
+    (wheel,) = release.glob("kvferry-0.1.0-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "fresh"], check=True, timeout=100)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    run = functools.partial(subprocess.run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    for wanted in ([f"{wheel}[daemon]"], ["--no-deps", "nixl-cu13"]):
+        installing = [tmp_path / "fresh" / "bin" / "python", "-m", "pip", "install", "--quiet", *wanted]
+        assert (done := run(installing, timeout=250)).returncode == 0, done.stderr
+    kvferry = tmp_path / "fresh" / "bin" / "kvferry"
+    assert run([kvferry, "--version"], timeout=60).stdout == "kvferry 0.1.0\n"
+    checked = run([kvferry, "serve", "--check", "--engine-socket", tmp_path / "s"], timeout=60)
+    assert checked.returncode == 0 and "wrong" not in checked.stdout, checked.stdout + checked.stderr
+
+
+@pytest.mark.slow
 def test_the_notes_are_what_the_changelog_says_of_the_version(release: Path) -> None:
     notes = (release / "notes.md").read_text()
     assert notes.startswith("The first release")

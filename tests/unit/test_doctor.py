@@ -215,7 +215,7 @@ def test_check_finds_a_missing_package() -> None:
     done = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "the package fastapi is not installed -> pip install 'kvferry[daemon]'" in done.stderr
-    assert "NIXL is not installed" in done.stderr
+    assert "NIXL is not installed" in done.stderr and "pip install --no-deps nixl-cu13" in done.stderr
 
 
 def test_every_check_that_serve_makes_but_ports_is_made_by_doctor() -> None:

@@ -123,7 +123,8 @@ def packages(config: Config) -> Iterator[Finding]:
             yield wrong(f"the package {name} is not installed", "pip install 'kvferry[daemon]'")
     builds = [build.partition(".")[0] for build in nixl.BUILDS]
     if not any(map(importlib.util.find_spec, builds)):
-        yield wrong(f"NIXL is not installed: none of {', '.join(builds)}", "pip install 'kvferry[daemon]'")
+        error = nixl.missing()
+        yield wrong(f"{error.message}: none of {', '.join(builds)}", error.remedy)
 
 
 def node_dir(config: Config) -> Iterator[Finding]:

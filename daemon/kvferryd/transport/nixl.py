@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.errors import Unavailable
+from kvferry.errors import KvferryError, Unavailable
 
 # The meta package `nixl` imports torch to choose a build (1.6 s, 220 MB); the builds themselves take 0.06 s.
 BUILDS = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
@@ -46,9 +46,14 @@ def load() -> Any:
             continue
         _end_without_destructors()
         return found
+    raise missing(older=older)
+
+
+def missing(*, older: bool = False) -> KvferryError:
+    """older: the driver is one for CUDA 12."""
     cuda = "12" if older else "13"
     remedy = f"pip install --no-deps nixl-cu{cuda}, or beside a GPU, with torch, pip install 'kvferry[cuda{cuda}]'"
-    raise Unavailable("nixl_missing", "NIXL is not installed", field="nixl", value=", ".join(BUILDS), remedy=remedy)
+    return Unavailable("nixl_missing", "NIXL is not installed", field="nixl", value=", ".join(BUILDS), remedy=remedy)
 
 
 @functools.cache
