@@ -382,8 +382,13 @@ def test_requests_of_one_id_travel_under_ids_of_their_own(
 
 def test_with_a_token_only_its_bearers_come_in_and_it_stays_here(prefill: ForeignEngine, decode: ForeignEngine) -> None:
     with proxy([prefill], decode, api_token="secret") as client:
-        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-            assert client.post("/v1/completions", json=PROMPT, headers=given).status_code == 401
+        for given, why in (
+            ({}, "this proxy asks for a bearer token"),
+            ({"Authorization": "secret"}, "this proxy asks for a bearer token"),
+            ({"Authorization": "Bearer wrong"}, "the token is not this proxy's"),
+        ):
+            refused = client.post("/v1/completions", json=PROMPT, headers=given)
+            assert refused.status_code == 401 and why in refused.text
         answer = client.post("/v1/completions", json=PROMPT, headers={"Authorization": "Bearer secret"})
         assert answer.status_code == 200
         assert "authorization" not in prefill.seen[0].headers | decode.seen[0].headers

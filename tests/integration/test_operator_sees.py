@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import signal
@@ -303,6 +304,23 @@ async def test_all_ranks_of_an_engine_are_asked_by_its_roster(
     status, said = await kvferry("status", "--all", "--daemon", ranks[0].url)
     assert [line.split()[0] for line in said.splitlines()[1:3]] == ["not", "no"]
     assert "ranks rank 0: not ready: engine ranks: the daemons of ranks [1] have not joined, or have gone" in said
+
+
+async def test_top_has_what_each_rank_moves_a_second(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
+    looking = asyncio.create_task(
+        kvferry("top", "--json", "--times", "2", "--every", "0.5", "--daemon", scene.here.url)
+    )
+    for number in itertools.count():
+        await scene.moved(f"{request_id}-{number}")
+        if looking.done():
+            break
+    said, looks = (await looking)[1], []
+    while said.strip():
+        look, end = json.JSONDecoder().raw_decode(said.lstrip())
+        looks.append(look["ranks"][0])
+        said = said.lstrip()[end:]
+    assert [look["read_bytes_per_s"] is None for look in looks] == [True, False], "the first look has nothing before it"
+    assert looks[1]["read_bytes_per_s"] > 0 and looks[1]["served_bytes_per_s"] == 0
 
 
 async def test_a_source_that_has_died_is_named_with_how_it_does_not_answer(

@@ -133,7 +133,10 @@ class Proxy:
             return
         given = request.headers.get("authorization", "").encode("latin-1")
         if not hmac.compare_digest(given, f"Bearer {self.options.api_token}".encode()):
-            raise Unauthorized("unauthorized", "no valid bearer token", field="Authorization", remedy="ask for a token")
+            why, remedy = "this proxy asks for a bearer token", "send Authorization: Bearer TOKEN"
+            if given[:7].lower() == b"bearer ":
+                why, remedy = "the token is not this proxy's", "send the one that it was started with"
+            raise Unauthorized("unauthorized", why, field="Authorization", remedy=remedy)
 
     def _headers(self, request: Request, request_id: str) -> httpx.Headers:
         """The client's headers for the legs, byte for byte. Its Authorization stops here when it was for the proxy."""

@@ -22,7 +22,8 @@ HEADS: tuple[str, ...] = ("STATE", "ENGINE", "RANK", "REST", *FIGURES)
 
 
 class Rank(BaseModel):
-    """The answer of a rank's daemon. error: why it could not be asked; `ready` and `totals` are missing then."""
+    """The answer of a rank's daemon. error: why it could not be asked; `ready` and `totals` are missing then.
+    read_bytes_per_s, served_bytes_per_s: since the look before, if there was one."""
 
     engine_id: str
     rank: int
@@ -30,6 +31,8 @@ class Rank(BaseModel):
     ready: Readiness | None = None
     totals: Totals | None = None
     error: ErrorBody | None = None
+    read_bytes_per_s: float | None = None
+    served_bytes_per_s: float | None = None
 
     @property
     def state(self) -> str:
@@ -76,13 +79,14 @@ def _is(engine: EngineRecord, engine_id: str, rank: int) -> bool:
     return (engine.engine_id, engine.rank) == (engine_id, rank)
 
 
-def ranks_text(found: Sequence[Rank], speeds: Sequence[tuple[float, float]] = ()) -> str:
-    """A row for each rank, and a line for all that is wrong. speeds: bytes a second that each reads and serves."""
+def ranks_text(found: Sequence[Rank], *, speeds: bool = False) -> str:
+    """A row for each rank, and a line for all that is wrong. speeds: bytes a second that each reads and serves, too."""
     rows = [_row(each) for each in found]
     heads = HEADS
     if speeds:
         heads = (*HEADS, "READ/S", "SERVED/S")
-        rows = [(*row, rate(read), rate(served)) for row, (read, served) in zip(rows, speeds, strict=True)]
+        moved = ((rate(each.read_bytes_per_s), rate(each.served_bytes_per_s)) for each in found)
+        rows = [(*row, *rates) for row, rates in zip(rows, moved, strict=True)]
     return "\n".join([table(heads, rows, "no engine has attached", bad=BAD), *_wrong(found)])
 
 

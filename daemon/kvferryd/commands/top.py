@@ -31,27 +31,22 @@ async def top(config: Config, arguments: argparse.Namespace) -> int:
                 await asyncio.sleep(arguments.every)
             found, records = await asyncio.gather(ranks_of(config, daemon), daemon.transfers(limit=SHOWN))
             now = time.monotonic()
+            _measure(found, before, now)
             if arguments.json:
                 as_json({"ranks": found, "transfers": records})
             else:
                 clear = CLEAR if sys.stdout.isatty() else ""
-                print(
-                    f"{clear}{ranks_text(found, _speeds(found, before, now))}\n\n{transfer_table(records)}", flush=True
-                )
+                print(f"{clear}{ranks_text(found, speeds=True)}\n\n{transfer_table(records)}", flush=True)
             before = {(each.engine_id, each.rank): (now, each.totals) for each in found if each.totals is not None}
     return DONE if found and all(each.well for each in found) else NOT_SO
 
 
-def _speeds(
-    found: Sequence[Rank], before: Mapping[tuple[str, int], tuple[float, Totals]], now: float
-) -> list[tuple[float, float]]:
-    """Bytes a second that each rank has read and served since the last look; 0 at the first one and after a start."""
-    speeds = []
+def _measure(found: Sequence[Rank], before: Mapping[tuple[str, int], tuple[float, Totals]], now: float) -> None:
+    """Set what each rank has read and served a second since the last look, if it is the same daemon."""
     for each in found:
         at, then = before.get((each.engine_id, each.rank), (now, None))
         if then is None or each.totals is None or now <= at:
-            speeds.append((0.0, 0.0))
             continue
         read, served = each.totals.read_bytes - then.read_bytes, each.totals.served_bytes - then.served_bytes
-        speeds.append((max(0, read) / (now - at), max(0, served) / (now - at)))
-    return speeds
+        if read >= 0 and served >= 0:  # they begin at 0 with each daemon
+            each.read_bytes_per_s, each.served_bytes_per_s = read / (now - at), served / (now - at)
