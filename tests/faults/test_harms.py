@@ -123,7 +123,7 @@ async def has_no_fabric_in_common(at: Place) -> tuple[TestEngine, TestEngine]:
     """Two hosts, whose daemons answer each other. UCX has each one's loopback device alone."""
     far = at.stack.enter_context(host())
     near, remote = await daemons_apart(
-        at.daemons, far, "fabric", "--ucx", f"TLS={TCP_ALONE} NET_DEVICES=lo", here=at.state(0)
+        at.daemons, far, f"fabric-{uuid.uuid4().hex[:6]}", "--ucx", f"TLS={TCP_ALONE} NET_DEVICES=lo", here=at.state(0)
     )
     return (await engine_on(at.stack, "harm-source", remote))[0], (await engine_on(at.stack, "harm-reader", near))[0]
 
