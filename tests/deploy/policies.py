@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import pytest
 from rendered import (
     PLACED,
     SCHEDULED,
@@ -88,10 +87,6 @@ class Policies(list[Policy]):
         for resource in cluster.resources:
             check(resource, [*VERSIONS, *BEFORE_DRA])
         return [fault for each in self for fault in each.check(cluster)]
-
-    def lost(self) -> list[Any]:
-        """Each point of each, for parametrize."""
-        return [pytest.param(each, lost, id=f"{each.name}-{lost}") for each in self for lost in each.lose]
 
 
 POLICIES = policy = Policies()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_node
+import test_one_container
 from policies import POLICIES, Policy
 from rendered import VARIANTS, Cluster, Variant, helm, kustomize
 
@@ -22,6 +24,8 @@ LOST = [
     for variant in [one for by, one in BOTH if by == renderer and policy.applies(one.has)][:1]
     for lost in policy.lose
 ]
+MODES = {"node": test_node, "container": test_one_container}
+"""Where daemons are in no container of their own beside an engine."""
 
 
 @pytest.mark.parametrize(("renderer", "variant"), KEPT)
@@ -36,6 +40,26 @@ def test_every_policy_is_kept(renderer: str, variant: Variant) -> None:
 def test_a_policy_notices_what_is_removed(renderer: str, variant: Variant, policy: Policy, lost: str) -> None:
     cluster = Cluster(RENDERERS[renderer](variant))
     assert list(policy.check(cluster)) == []
+    policy.lose[lost](cluster)
+    assert list(policy.check(cluster)) != [], f"{policy.name} does not notice {lost}"
+
+
+@pytest.mark.parametrize(("mode", "variant"), [(mode, each) for mode in MODES for each in MODES[mode].RENDERED])
+def test_every_policy_of_a_mode_is_kept(mode: str, variant: str) -> None:
+    assert MODES[mode].policy.faults(Cluster(MODES[mode].RENDERED[variant]())) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "lost"),
+    [
+        pytest.param(mode, policy, lost, id=f"{mode}-{policy.name}-{lost}")
+        for mode in MODES
+        for policy in MODES[mode].policy
+        for lost in policy.lose
+    ],
+)
+def test_a_policy_of_a_mode_notices_what_is_removed(mode: str, policy: Policy, lost: str) -> None:
+    cluster = Cluster(MODES[mode].RENDERED["vllm"]())
     policy.lose[lost](cluster)
     assert list(policy.check(cluster)) != [], f"{policy.name} does not notice {lost}"
 

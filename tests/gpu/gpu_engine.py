@@ -19,12 +19,20 @@ sys.path.append(str(Path(__file__).parents[1] / "integration"))
 
 import numpy as np
 import torch
-from ranks import Blocks, Bytes, Kv, Shape, TestEngine, describe
+from ranks import HND, NHD, Blocks, Bytes, Kv, Shape, TestEngine, describe
 
 from kvferry.engine import EngineClient
 from kvferry.manifest import Manifest
 from kvferry.memory import cuda_memory
 from kvferryd.demo.fleet import DaemonService
+
+SHAPES = {
+    "same layout": (Shape(), Shape()),
+    "NHD to HND": (Shape(axes=NHD), Shape(axes=HND)),
+    "block 16 to 64": (Shape(block_size=16), Shape(block_size=64, num_blocks=16)),
+    "block 24 to 16, HND to NHD": (Shape(block_size=24, axes=HND), Shape(block_size=16)),
+}
+"""Caches of a source and of a destination."""
 
 
 @dataclass

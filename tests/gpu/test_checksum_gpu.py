@@ -16,6 +16,7 @@ from needs import GPUS
 # isort: split
 import torch
 from fleet import under_way, until
+from gpu_daemons import daemon
 from gpu_engine import GpuEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ from kvferry.router import RouterClient
 from kvferryd.copy import cut, moves
 from kvferryd.copy.chunks import ALIGN
 from kvferryd.copy.sums import GpuSums, HostSums
-from kvferryd.demo.fleet import DaemonService, Fleet
+from kvferryd.demo.fleet import Fleet
 from kvferryd.plan import bind, plan
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -71,13 +72,6 @@ class Scene:
     reader: GpuEngine
     router: RouterClient
     way: str
-
-
-async def daemon(fleet: Fleet, name: str, gpu: int | None, *flags: str) -> DaemonService:
-    device = "cpu" if gpu is None else f"cuda:{gpu}"
-    started = fleet.daemon(f"{name}-{uuid.uuid4().hex[:4]}", flags=["--device", device, *flags])
-    await fleet.ready(started, timeout_s=60)
-    return started
 
 
 @pytest.fixture(scope="module", params=[*WAYS, "from host memory"])

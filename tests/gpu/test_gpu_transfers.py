@@ -11,8 +11,9 @@ from needs import GPUS
 
 # isort: split
 
-from gpu_engine import GpuEngine
-from ranks import DIM, HEADS, HND, LAYERS, NHD, STATE, Kv, Shape, TestEngine
+from gpu_daemons import daemon
+from gpu_engine import SHAPES, GpuEngine
+from ranks import DIM, HEADS, HND, LAYERS, STATE, Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
@@ -23,32 +24,10 @@ FAR = len(GPUS) - 1
 TOKENS = 300
 
 
-async def daemon(fleet: Fleet, name: str, gpu: int | None, *flags: str, roster: DaemonService | None = None):
-    device = "cpu" if gpu is None else f"cuda:{gpu}"
-    started = fleet.daemon(f"{name}-{uuid.uuid4().hex[:4]}", roster=roster, flags=["--device", device, *flags])
-    await fleet.ready(started, timeout_s=60)
-    return started
-
-
-@pytest.fixture(scope="module")
-async def near(fleet: Fleet) -> DaemonService:
-    return await daemon(fleet, "near", 0)
-
-
-@pytest.fixture(scope="module")
-async def far(fleet: Fleet) -> DaemonService:
-    return await daemon(fleet, "far", FAR)
-
-
 @pytest.fixture(scope="module")
 async def beside(fleet: Fleet) -> DaemonService:
     """A second daemon beside the first GPU."""
     return await daemon(fleet, "beside", 0)
-
-
-@pytest.fixture(scope="module")
-async def direct(fleet: Fleet) -> DaemonService:
-    return await daemon(fleet, "direct", FAR, "--way", "direct")
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +56,8 @@ async def peers(engine: TestEngine):
         return await router.peers()
 
 
-SHAPES = [
-    pytest.param(Shape(), Shape(), id="same layout"),
-    pytest.param(Shape(axes=NHD), Shape(axes=HND), id="NHD to HND"),
-    pytest.param(Shape(block_size=16), Shape(block_size=64, num_blocks=16), id="block 16 to 64"),
-    pytest.param(Shape(block_size=24, axes=HND), Shape(block_size=16), id="block 24 to 16, HND to NHD"),
-]
-
-
 @pytest.mark.parametrize("adopted", [False, True], ids=["owned", "adopted"])
-@pytest.mark.parametrize(("source_shape", "shape"), SHAPES)
+@pytest.mark.parametrize(("source_shape", "shape"), SHAPES.values(), ids=SHAPES)
 async def test_every_layout_arrives_mapped(near, far, source_shape: Shape, shape: Shape, adopted: bool) -> None:
     source = await GpuEngine.on("source", [near], [0], source_shape, adopted=adopted)
     destination = await GpuEngine.on("destination", [far], [FAR], shape, adopted=adopted)

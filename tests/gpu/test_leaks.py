@@ -6,7 +6,6 @@ import asyncio
 import gc
 import signal
 import sys
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from needs import GPUS
 import torch
 import traffic
 from fleet import open_files, until
+from gpu_daemons import daemon
 from traffic import CASE, COUNT, EARLY, SAME
 
 from kvferry.engine import TransferFailed
@@ -37,21 +37,13 @@ SLACK, KILLED_SLACK = 24 * MIB, 64 * MIB
 """The driver itself, UCX and torch take and return a little; a pool is 256 MiB, none of them can hide."""
 TRANSFERS, WARM_UP = 1000, 100
 LIMIT_S = 60.0
-NEAR, FAR = (0, len(GPUS) - 1) if GPUS else (-1, -1)
-
-
-async def daemon(fleet: Fleet, name: str, gpu: int) -> DaemonService:
-    device = "cpu" if gpu < 0 else f"cuda:{gpu}"
-    way = ["--way", WAY] if name.startswith("reader") else []
-    started = fleet.daemon(f"{name}-{uuid.uuid4().hex[:4]}", flags=["--device", device, *way])
-    await fleet.ready(started, timeout_s=60)
-    return started
+NEAR, FAR = 0, len(GPUS) - 1
 
 
 @pytest.fixture(scope="module")
 async def pair(fleet: Fleet) -> tuple[DaemonService, DaemonService]:
     """The daemons that live through every test: of the source, of the reader. Both have moved something."""
-    near, far = await asyncio.gather(daemon(fleet, "source", NEAR), daemon(fleet, "reader", FAR))
+    near, far = await asyncio.gather(daemon(fleet, "source", NEAR), daemon(fleet, "reader", FAR, "--way", WAY))
     async with source_on(near) as source, reader_on(far) as reader:
         await moves(source, reader)
     return near, far
@@ -225,7 +217,7 @@ async def test_a_killed_daemon_of_the_source(fleet: Fleet, pair) -> None:
 async def test_a_killed_daemon_of_the_reader(fleet: Fleet, pair) -> None:
     near, far = pair
     before = free()
-    victim = await daemon(fleet, "reader-victim", FAR)
+    victim = await daemon(fleet, "reader-victim", FAR, "--way", WAY)
     async with source_on(near) as source:
         async with reader_on(victim) as reader:
             await traffic.publish(source, "orphan")

@@ -18,6 +18,7 @@ from needs import GPUS
 import gpu_engine
 import torch
 from fleet import until
+from gpu_daemons import daemon
 from gpu_engine import GpuEngine
 from ranks import HND, Blocks, Bytes, Kv, Shape
 
@@ -34,12 +35,6 @@ TOKENS = 300
 SECOND = 2_000_000_000
 """Cycles of a spinning kernel; H200s run at just below 2 GHz."""
 SLACK = 24 << 20
-
-
-async def daemon(fleet: Fleet, name: str, gpu: int, *flags: str) -> DaemonService:
-    started = fleet.daemon(name, flags=["--device", f"cuda:{gpu}", *flags])
-    await fleet.ready(started, timeout_s=60)
-    return started
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,10 @@ from needs import GPUS
 import numpy as np
 import torch
 from fleet import SPOKEN, peer_stub
-from gpu_engine import GpuEngine
+from gpu_daemons import daemon
+from gpu_engine import SHAPES, GpuEngine
 from hog import hog
-from ranks import HND, NHD, Kv, Shape
+from ranks import HND, Kv, Shape
 from slots import Outcomes, failed, idle, reading
 
 from kvferry.memory import cuda
@@ -39,12 +40,6 @@ MARK = 0xA5
 STAGED = ("--way", "staged", "--arena-mb", "1")
 STRICT = ("--strict", "--arena-mb", "1", "--ucx", "TLS=all")
 BIG = Shape(num_blocks=640)
-
-
-async def daemon(fleet: Fleet, name: str, gpu: int, *flags: str, roster: DaemonService | None = None) -> DaemonService:
-    started = fleet.daemon(f"{name}-{uuid.uuid4().hex[:4]}", roster=roster, flags=["--device", f"cuda:{gpu}", *flags])
-    await fleet.ready(started, timeout_s=60)
-    return started
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +90,8 @@ async def moved(source: GpuEngine, destination: GpuEngine, tokens: int = TOKENS,
     return record
 
 
-SHAPES = [
-    pytest.param(Shape(), Shape(), id="same layout"),
-    pytest.param(Shape(axes=NHD), Shape(axes=HND), id="NHD to HND"),
-    pytest.param(Shape(block_size=16), Shape(block_size=64, num_blocks=16), id="block 16 to 64"),
-    pytest.param(Shape(block_size=24, axes=HND), Shape(block_size=16), id="block 24 to 16, HND to NHD"),
-]
-
-
 @pytest.mark.parametrize("adopted", [False, True], ids=["owned", "adopted"])
-@pytest.mark.parametrize(("source_shape", "shape"), SHAPES)
+@pytest.mark.parametrize(("source_shape", "shape"), SHAPES.values(), ids=SHAPES)
 async def test_every_layout_arrives_staged(near, far, source_shape: Shape, shape: Shape, adopted: bool) -> None:
     async with engines([near], [far], source_shape, shape, adopted=adopted) as (source, destination):
         for _ in range(3):

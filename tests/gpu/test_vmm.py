@@ -23,6 +23,7 @@ import gpu_engine
 import numpy as np
 import torch
 from fleet import open_files, until
+from gpu_daemons import daemon
 from gpu_engine import GpuEngine, GpuRank, Mirror, registered
 from ranks import HND, Blocks, Kv, Shape, TestEngine
 
@@ -211,27 +212,6 @@ def test_a_hundred_adoptions_leave_nothing(memory: Vmm) -> None:
 
 
 # through daemons
-
-
-async def daemon(fleet: Fleet, name: str, gpu: int, *flags: str) -> DaemonService:
-    started = fleet.daemon(name, flags=["--device", f"cuda:{gpu}", *flags])
-    await fleet.ready(started, timeout_s=60)
-    return started
-
-
-@pytest.fixture(scope="module")
-async def near(fleet: Fleet) -> DaemonService:
-    return await daemon(fleet, "near", 0)
-
-
-@pytest.fixture(scope="module")
-async def far(fleet: Fleet) -> DaemonService:
-    return await daemon(fleet, "far", FAR)
-
-
-@pytest.fixture(scope="module")
-async def direct(fleet: Fleet) -> DaemonService:
-    return await daemon(fleet, "direct", FAR, "--way", "direct")
 
 
 async def engine_on(daemon: DaemonService, gpu: int, shape: Shape) -> tuple[GpuEngine, Vmm]:
