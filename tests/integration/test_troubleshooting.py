@@ -21,12 +21,14 @@ import pytest
 import test_operator_sees as seen
 from fleet import TIMEOUT_S, Daemons, under_way, until
 from lives import TP1, engine_on, published
-from ranks import Shape, TestEngine, start_rank
+from pair import waits_for
+from ranks import HEADS, Blocks, Shape, TestEngine, describe, start_rank
 
 from kvferry.engine import EngineClient, TransferFailed
 from kvferry.errors import KvferryError
+from kvferry.manifest import Component, Manifest
 from kvferry.router import RouterClient
-from kvferry.schemas import OrderBody, SourceBody
+from kvferry.schemas import Awaited, OrderBody, SourceBody
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -192,6 +194,12 @@ async def same_epoch(at: Place) -> str:
     return refused.value.code
 
 
+async def no_room_for_it(at: Place) -> str:
+    with pytest.raises(KvferryError) as refused:
+        await _source(at, lambda said: said.model_copy(update={"components": _each(said, offset=1 << 30)}))
+    return refused.value.code
+
+
 # ---- a transfer does not begin ----
 
 
@@ -250,10 +258,71 @@ async def full(at: Place) -> str:
 # ---- a transfer fails ----
 
 
+async def _source(at: Place, change: Callable[[Manifest], Manifest] = lambda said: said) -> SourceBody:
+    """An engine with a daemon of its own, which describes its cache so."""
+    daemon, epoch = await at.own(), uuid.uuid4().hex
+    client = await EngineClient.connect(str(daemon.socket), engine_id="unlike", epoch=epoch, timeout_s=TIMEOUT_S)
+    at.stack.push_async_callback(client.close)
+    region = await client.allocate(TP1.nbytes(0))
+    await client.register(change(describe("unlike", epoch, TP1, 0, region)))
+    return SourceBody(engine_id="unlike", address=daemon.peer)
+
+
+def _each(said: Manifest, **change: object) -> tuple[Component, ...]:
+    return tuple(each.model_copy(update=change) for each in said.components)
+
+
 async def nobody_listens(at: Place) -> str:
     said = await at.fails(SourceBody(engine_id="nobody", address="127.0.0.1:9"))
     assert "127.0.0.1:9" in await at.kvferry("peers")
     return said
+
+
+async def no_such_name(at: Place) -> str:
+    reader, _ = await engine_on(at.stack, "asks", await at.own("--allow-peers", "no-such-host.invalid"))
+    source = SourceBody(engine_id="nameless", address="no-such-host.invalid:7411")
+    with pytest.raises(TransferFailed) as failed:
+        await reader.receive(at.request_id, reader.take(50), source=source, deadline_s=2.0)
+    return str(failed.value)
+
+
+async def silent(at: Place) -> str:
+    still = await at.own()
+    with seen.standing_still(still):
+        return await at.fails(SourceBody(engine_id="still", address=still.peer), deadline_s=TIMEOUT_S)
+
+
+async def unproven(at: Place) -> str:
+    secret = at.daemons.fleet.directory / "secret"
+    secret.write_text("s" * 32)
+    secret.chmod(0o600)
+    daemon = await at.own("--peer-secret-file", str(secret))
+    said = await at.fails(SourceBody(engine_id="guarded", address=daemon.peer))
+    assert daemon.peer in await at.kvferry("peers")
+    return said
+
+
+async def rank_refuses(at: Place) -> str:
+    daemons = await at.daemons.start("both", 2)
+    reader = await TestEngine.start("both", daemons, Shape.tp(2, num_blocks=16))
+    at.stack.push_async_callback(reader.close)
+    said: dict[str, Any] = {"attempt": reader.next_attempt(), "source": at.scene.source.source()}
+    first, second = (rank.client for rank in reader.ranks)
+    with pytest.raises(KvferryError):
+        await second.receive(at.request_id, Blocks((1 << 20,), 1).tables(), **said)
+    with pytest.raises(TransferFailed) as failed:
+        await first.receive(at.request_id, reader.take(50).tables(), **said)
+    async with RouterClient(daemons[0].url) as router:
+        (record,) = await router.transfers(at.request_id, wait_s=TIMEOUT_S)
+    assert [share.error.code for share in record.ranks if share.error and share.rank == 1] == ["block_id_out_of_range"]
+    return failed.value.code
+
+
+async def other_weights(at: Place) -> str:
+    source, _ = await engine_on(at.stack, "trained", await at.own())
+    await source.ranks[0].client.replace_weights("B")
+    await published(source, at.request_id)
+    return await at.fails(source.source())
 
 
 async def rest_port(at: Place) -> str:
@@ -304,6 +373,26 @@ async def unlike(at: Place) -> str:
     return said
 
 
+async def _refused(at: Place, source: SourceBody) -> str:
+    said = await at.fails(source)
+    told = await at.kvferry("explain", "--transfer", at.request_id)
+    (code,) = {each for each in REFUSALS if f"{each}:" in said}
+    assert code in told
+    return code
+
+
+async def other_encoding(at: Place) -> str:
+    return await _refused(
+        at, await _source(at, lambda said: said.model_copy(update={"components": _each(said, encoding="fp16")}))
+    )
+
+
+async def half_of_the_heads(at: Place) -> str:
+    source = await TestEngine.start("half", [await at.own()], Shape(((0, HEADS // 2),), num_blocks=16))
+    at.stack.push_async_callback(source.close)
+    return await _refused(at, source.source())
+
+
 # ---- and what is left ----
 
 
@@ -329,6 +418,7 @@ class By:
     needs: str = ""
 
 
+REFUSALS = ("encoding", "dtype", "uncovered")
 START, READY, ATTACH = "The daemon does not start", "/readyz says no", "The engine cannot attach"
 BEGIN, FAILS, REFUSED = "A transfer does not begin", "A transfer fails", "A pair is refused"
 NOTHING, MEMORY = "A request is answered, and nothing was moved", "Memory is not given back"
@@ -349,10 +439,7 @@ MADE: dict[tuple[str, str], Maker | By] = {
     (ATTACH, "`unreachable`"): nobody_there,
     (ATTACH, "`epoch_reused`"): same_epoch,
     (ATTACH, "`engine_attached`"): attached_twice,
-    (ATTACH, "`region_mismatch`, `out_of_region`, `overlapping_components`"): By(
-        "integration/test_bad_engines.py",
-        "test_a_manifest_that_makes_no_sense_is_refused_and_a_good_one_is_taken_after_it",
-    ),
+    (ATTACH, "`region_mismatch`, `out_of_region`, `overlapping_components`"): no_room_for_it,
     (ATTACH, "`wrong_gpu`, `unknown_gpu`"): By(
         "gpu/test_memory.py", "test_what_is_not_inside_the_engines_allocation_is_not_adopted", "a GPU"
     ),
@@ -366,26 +453,17 @@ MADE: dict[tuple[str, str], Maker | By] = {
     (BEGIN, "429 `full`"): full,
     (FAILS, "`peer_unreachable`"): nobody_listens,
     (FAILS, "... `nobody listens at`"): nobody_listens,
-    (FAILS, "... `there is no way to`, `nobody knows the name in`"): By(
-        "unit/test_unreached.py", "test_ends_that_no_test_can_make_here"
-    ),
-    (FAILS, "... `has not answered for 4.5 s`"): By(
-        "integration/test_operator_sees.py", "test_silence_is_told_in_seconds"
-    ),
+    (FAILS, "... `there is no way to`, `nobody knows the name in`"): no_such_name,
+    (FAILS, "... `has not answered for ... s`"): silent,
     (FAILS, "... `answers, and NIXL does not connect to its memory`"): By(
         "faults/test_dying_peers.py", "test_a_daemon_that_answers_and_cannot_be_read_is_named"
     ),
     (FAILS, "... `is no kvferry peer port`"): rest_port,
-    (FAILS, "`proof_failed`"): By(
-        "integration/test_operator_sees.py", "test_certificates_for_another_name_are_told_with_both_names"
-    ),
+    (FAILS, "`proof_failed`"): unproven,
     (FAILS, "`rank_lost`"): By(
         "integration/test_leader.py", "test_a_rank_that_is_parted_from_the_leader_goes_on_and_the_leader_is_never_done"
     ),
-    (FAILS, "`rank_failed`"): By(
-        "integration/test_attempts.py",
-        "test_a_reservation_that_one_rank_refuses_ends_the_attempt_on_all_and_the_next_is_done",
-    ),
+    (FAILS, "`rank_failed`"): rank_refuses,
     (FAILS, "`lease_changed`"): By(
         "integration/test_one_lease.py", "test_ranks_that_read_two_publishes_of_a_request_are_not_done"
     ),
@@ -398,9 +476,7 @@ MADE: dict[tuple[str, str], Maker | By] = {
     (FAILS, "`lease_ended`, `torn`"): lease_over,
     (FAILS, "`tokens_unpublished`"): unpublished,
     (FAILS, "`other_prompt`"): other_prompt,
-    (FAILS, "`other_weights`, `mixed_weights`"): By(
-        "integration/test_weights.py", "test_what_other_weights_computed_is_refused_before_a_byte_moves"
-    ),
+    (FAILS, "`other_weights`, `mixed_weights`"): other_weights,
     (FAILS, "`refused`, with `refusals`"): unlike,
     (FAILS, "`divided`"): By(
         "integration/test_meaning.py", "test_a_range_that_cuts_a_block_of_what_is_opaque_is_refused_before_a_byte_moves"
@@ -412,11 +488,11 @@ MADE: dict[tuple[str, str], Maker | By] = {
         "faults/test_hostile_metadata.py", "test_metadata_that_no_agent_wrote_is_refused_and_the_real_peer_is_read"
     ),
     (REFUSED, "`fingerprint`, `total`, `inner_extent`, `missing_component`"): unlike,
-    (REFUSED, "`encoding`, `dtype`"): By("unit/test_plan_refusals.py", "test_encodings_that_differ"),
+    (REFUSED, "`encoding`, `dtype`"): other_encoding,
     (REFUSED, "`divided`"): By(
         "unit/test_plan_refusals.py", "test_what_is_opaque_is_moved_between_equal_shares_and_layouts_only"
     ),
-    (REFUSED, "`uncovered`"): By("unit/test_plan_refusals.py", "test_heads_that_nobody_holds"),
+    (REFUSED, "`uncovered`"): half_of_the_heads,
     (REFUSED, "`axes`, `group_kind`, `token_shard`"): By(
         "unit/test_plan_refusals.py", "test_what_differs_is_named_with_both_values"
     ),
@@ -437,13 +513,91 @@ MADE: dict[tuple[str, str], Maker | By] = {
 }
 
 
+# ---- the steps of "A transfer is slow" ----
+
+
+async def a_late_publish(at: Place) -> str:
+    """What `explain` says of it: the wait, how long, and what helps."""
+    reader, source = at.scene.reader, at.scene.source
+    await at.scene.moved(f"{at.request_id}-first")
+    _, blocks = source.filled(50)
+    receiving = asyncio.create_task(reader.receive(at.request_id, reader.take(50), source=source.source()))
+    await until(
+        lambda: waits_for(at.scene.router, at.request_id, Awaited.PUBLISH), "the source says that nothing is published"
+    )
+    await source.publish(at.request_id, blocks, 50)
+    await receiving
+    said = await at.kvferry("explain", "--transfer", at.request_id)
+    assert "publish" in said
+    assert all(phase in said for phase in ("waiting", "connecting", "reading"))
+    assert "moving" in await at.kvferry("peers")
+    return said
+
+
+async def a_late_order(at: Place) -> str:
+    reader, source = at.scene.reader, at.scene.source
+    await published(source, at.request_id)
+    receiving = asyncio.create_task(reader.receive(at.request_id, reader.take(50)))
+    await at.line("transfers", "waiting")
+    await at.scene.router.order(OrderBody(request_id=at.request_id, source=source.source()))
+    await receiving
+    return await at.kvferry("explain", "--transfer", at.request_id)
+
+
+async def a_first_meeting(at: Place) -> str:
+    source, _ = await engine_on(at.stack, "met", await at.own())
+    await published(source, at.request_id)
+    await at.scene.reader.receive(at.request_id, at.scene.reader.take(50), source=source.source())
+    lines = [line for line in at.scene.here.log.read_text().splitlines() if "peer met" in line]
+    assert all(step in lines[-1] for step in ("asking", "screening", "planning", "loading"))
+    return lines[-1]
+
+
+async def only_direct(at: Place) -> str:
+    await published(at.scene.source, at.request_id)
+    await at.scene.reader.receive(at.request_id, at.scene.reader.take(50), source=at.scene.source.source())
+    (record,) = await at.scene.router.transfers(at.request_id)
+    assert record.path == "direct" and record.descriptors > 1
+    return await at.kvferry("peers")
+
+
+STEPS: dict[str, tuple[Maker, str] | By] = {
+    "`kvferry explain --transfer REQUEST`": (a_late_publish, "waited .* to publish"),
+    "`waiting` is long": (a_late_order, "waited .* for the router's order"),
+    "`connecting` is long the first time": (a_first_meeting, "peer met"),
+    "`reading` is long and the path is `direct`": (only_direct, "seen-source: mapped cannot be had: "),
+    "`reading` is long and the rate is that of TCP": (no_rdma, "require_rdma is set and "),
+    "`kvferry_queue_depth` stays above 0": By(
+        "integration/test_staged.py", "test_transfers_wait_for_slots_that_a_slow_reader_holds_and_metrics_say_so"
+    ),
+}
+"""By how each begins: what is seen of it."""
+
+
 def test_every_row_of_the_page_is_made_somewhere() -> None:
     assert len(rows()) > 50
     assert sorted(rows()) == sorted(MADE)
 
 
+def test_every_step_of_a_slow_transfer_is_walked() -> None:
+    (_, slow) = PAGE.read_text().split("## A transfer is slow")
+    steps = re.findall(r"^\d\. (.*)$", slow.partition("\n## ")[0], re.MULTILINE)
+    assert len(steps) == len(STEPS)
+    assert all(step.startswith(begins) for step, begins in zip(steps, STEPS, strict=True))
+
+
+@pytest.mark.parametrize("step", [step for step, made in STEPS.items() if not isinstance(made, By)])
+async def test_a_step_shows_what_it_says(place: Place, step: str) -> None:
+    made = STEPS[step]
+    assert not isinstance(made, By)
+    maker, shows = made
+    said = await maker(place)
+    assert re.search(shows, said), said
+
+
 ELSEWHERE = {row: made for row, made in MADE.items() if isinstance(made, By)}
-HERE = {row: made for row, made in MADE.items() if row not in ELSEWHERE}
+ELSEWHERE |= {("A transfer is slow", step): made for step, made in STEPS.items() if isinstance(made, By)}
+HERE = {row: made for row, made in MADE.items() if not isinstance(made, By)}
 
 
 def _ids(made: dict[tuple[str, str], object]) -> list[str]:
