@@ -18,6 +18,7 @@ from kvferry.file import File
 from kvferry.memory.handover import SUFFIX, fetch, hand_over, open_pipe
 from kvferryd.api.node import MOST, NodeSocket
 from kvferryd.config import Config
+from kvferryd.host import places
 from kvferryd.memory.node import NodeDir
 
 pytestmark = pytest.mark.anyio
@@ -178,6 +179,26 @@ async def test_what_dead_daemons_have_left_is_removed_and_nothing_of_living_ones
         File.close_all(await fetched(tmp_path, node, "call", ticket))
     for name in stay:
         (tmp_path / name).unlink()
+
+
+def test_a_host_that_has_ended_leaves_no_socket_of_its_gpus(tmp_path: Path) -> None:
+    """Its daemons may have been killed. What is beside another GPU is not its own."""
+    folder, run = NodeDir(tmp_path / "n"), tmp_path / "run"
+    for each in (folder.folder, run):
+        each.mkdir()
+    (run / places.NOTED).write_text(str(folder.folder / f"{GPU}.json"))
+    own = {
+        f"{GPU}.json",
+        f"{GPU}.sock",
+        f"{GPU}.sock{SUFFIX}",
+        folder.socket_name(GPU) + SUFFIX,
+        folder.socket_name(GPU),
+    }
+    others = {f"{OTHER}.json", f"{OTHER}.sock", folder.socket_name(OTHER) + SUFFIX}
+    for name in own | others:
+        (folder.folder / name).touch()
+    places.leave(run)
+    assert set(os.listdir(folder.folder)) == others
 
 
 async def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

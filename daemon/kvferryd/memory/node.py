@@ -46,9 +46,12 @@ class NodeDir:
         """What daemons beside this GPU have left of another start of the machine: the GPU is here now, so they are
         dead. Living daemons of other nodes, which share a folder of a network filesystem, are beside other GPUs. Raises
         OSError."""
-        beside = _digest(gpu.encode(), 4)
-        found = (path for path in self._named() if not path.name.startswith(_kernel()))
-        return (path for path in found if path.name[len(_kernel()) :].startswith(beside))
+        return (path for path in self.beside(gpu) if not path.name.startswith(_kernel()))
+
+    def beside(self, gpu: str) -> Iterator[Path]:
+        """The sockets of daemons beside this GPU, living or dead. Raises OSError."""
+        digest = _digest(gpu.encode(), 4)
+        return (path for path in self._named() if path.name[len(_kernel()) :].startswith(digest))
 
     def _named(self) -> Iterator[Path]:
         return (path for path in self.folder.iterdir() if re.match(SOCKET, path.name))
