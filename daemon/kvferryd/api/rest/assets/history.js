@@ -2,15 +2,14 @@
 
 import { ask } from "./ask.js";
 import { at, make, say, svg } from "./dom.js";
-import { clock, count, plural, rate, span } from "./units.js";
+import { clock, count, rate, span } from "./units.js";
 
 const OFTEN_MS = 10000, WIDTH = 600, HEIGHT = 44, LISTED = 4;
 const NONE = { done: 0, failed: 0, read_bytes: 0, served_bytes: 0, failures: {}, p50_ms: null, p99_ms: null };
 const SAID = { start: "started", death: "died", upgrade: "upgraded", drain: "drain", "drain cancelled": "drain cancelled", stop: "stopped" };
-const LATELY = "5 min";
-const ranges = Object.fromEntries([[LATELY, 300, 5], ["1 h", 3600, 60], ["24 h", 86400, 300]]
+const ranges = Object.fromEntries([["5 min", 300, 5], ["1 h", 3600, 60], ["24 h", 86400, 300]]
   .map(([name, long, step]) => [name, { long, step, points: new Map(), marks: new Map(), now: 0, beganAt: 0, askedAt: -Infinity }]));
-let chosen = LATELY;
+let chosen = "5 min";
 
 // Only what may have changed is asked for: the time that the last answer had not seen the end of, and what followed.
 async function refresh(range) {
@@ -32,11 +31,8 @@ async function refresh(range) {
 }
 
 export async function lookAtHistory() {
-  await Promise.all([...new Set([ranges[LATELY], ranges[chosen]])].map(refresh));
+  await refresh(ranges[chosen]);
   draw(ranges[chosen]);
-  const failed = [...ranges[LATELY].points.values()].reduce((sum, point) => sum + point.failed, 0);
-  at("failing").hidden = !failed;
-  at("failing").textContent = `${plural(failed, "failure")} in 5 min`;
 }
 
 const sum = (bins, of) => bins.reduce((total, bin) => total + of(bin), 0);

@@ -12,22 +12,29 @@ import { setPeers, tickPeers } from "./peers.js";
 import { setPlan } from "./plan.js";
 import { over } from "./record.js";
 import { beginTransfers, setTransfers, tickTransfers } from "./transfers.js";
-import { span } from "./units.js";
+import { plural, span } from "./units.js";
 
 const TICK_MS = 500, SLOW_MS = 30000, FIRST = 300, MOST = 1000, KEPT = 3000;
+const STATES = { ready: "good", degraded: "wait", "not ready": "bad" };
 const records = new Map();
 const inView = new Set();
 let cursor = "", heldEngines = "", infoAt = -Infinity;
 
-function ready({ ready, reasons, warnings }) {
-  const chip = at("ready");
-  chip.className = `chip ${ready ? "good" : "bad"}`;
-  say("ready", ready ? "ready" : "not ready");
+function ready({ state, reasons, warnings }) {
+  at("ready").className = `chip ${STATES[state]}`;
+  say("ready", state);
   for (const [id, list] of [["reasons", reasons], ["warnings", warnings ?? []]])
     if (at(id).said !== list.join("\n")) {
       at(id).said = list.join("\n");
       at(id).replaceChildren(...list.map((text) => make("li", {}, text)));
     }
+}
+
+function failing(lately) {
+  at("failing").hidden = !lately;
+  if (!lately) return;
+  say("failing", `${plural(lately.failed, "failure")} in 5 min`);
+  at("failing").title = `request ${lately.last.request_id}: ${lately.last.error.message}`;
 }
 
 function facts(info) {
@@ -86,6 +93,7 @@ async function lookAtAll() {
   if (drain) say("draining", drain.drained ? "drained" : `draining: ${drain.leases} leases, ${drain.transfers} transfers left`);
   learn(transfers);
   ready(readiness);
+  failing(totals.failed_lately);
   const all = [...records.values()];
   setTransfers(all);
   drawTotals(totals, all);
@@ -96,7 +104,7 @@ async function lookAtAll() {
 }
 
 const look = looking(lookAtAll, (error) =>
-  ready({ ready: false, reasons: [`The daemon does not answer (${error.message}). What is below is old.`] }));
+  ready({ state: "not ready", reasons: [`The daemon does not answer (${error.message}). What is below is old.`] }));
 
 addEventListener("hashchange", route);
 addEventListener("keydown", (event) => {
