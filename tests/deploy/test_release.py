@@ -135,7 +135,7 @@ def test_the_bill_of_materials_has_every_locked_package(release: Path, image: st
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_wheel_is_installed_as_documented_in_a_fresh_environment(release: Path, tmp_path: Path) -> None:
-    """By the two commands for a machine without a GPU, docs/start.md; a minute where packages are at hand."""
+    """The two commands for a machine without a GPU (docs/start.md) take a minute where packages are at hand."""
     (wheel,) = release.glob("kvferry-0.1.0-*.whl")
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "fresh"], check=True, timeout=100)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}

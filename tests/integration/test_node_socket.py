@@ -109,7 +109,7 @@ def test_daemons_of_one_folder_and_kernel_have_one_id(tmp_path: Path, monkeypatc
 
 @contextlib.contextmanager
 def another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """That of another node, or of an earlier start of this one."""
+    """Another node's, or an earlier start of this one."""
     boot = tmp_path.with_suffix(".boot")
     boot.write_text("another kernel's")
     with monkeypatch.context() as elsewhere:
@@ -163,7 +163,7 @@ async def test_peers_give_no_files_and_open_no_pipe(tmp_path: Path, node: NodeSo
 async def test_what_dead_daemons_have_left_is_removed_and_nothing_of_living_ones_and_of_other_nodes(
     tmp_path: Path, node: NodeSocket, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an earlier start of the machine, that of which the GPU is here now: a GPU is in one machine."""
+    """Sockets of an earlier start of the machine are dead if their GPU is here now: a GPU is in one machine."""
     folder = NodeDir(tmp_path)
     dead, beginning = folder.socket_name(OTHER) + SUFFIX, folder.socket_name(GPU)
     with another_kernel(tmp_path, monkeypatch):

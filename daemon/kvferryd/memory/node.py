@@ -43,8 +43,8 @@ class NodeDir:
         return (path for path in self._named() if path.name.startswith(_kernel()))
 
     def of_before(self, gpu: str) -> Iterator[Path]:
-        """What daemons beside this GPU have left of another start of the machine: the GPU is here now, so they are
-        dead. Living daemons of other nodes, which share a folder of a network filesystem, are beside other GPUs. Raises
+        """Left by daemons beside this GPU at another start of the machine: the GPU is here now, so they are dead.
+        Living daemons of other nodes, which share a folder of a network filesystem, are beside other GPUs. Raises
         OSError."""
         return (path for path in self.beside(gpu) if not path.name.startswith(_kernel()))
 

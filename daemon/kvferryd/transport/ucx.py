@@ -64,8 +64,8 @@ def listens_at() -> list[str]:
 
 def routed(addresses: Iterable[str]) -> bool:
     """Whether UCX's interfaces have a route to one of these, or none is told: UCX connects to an address of no other
-    kind over TCP, not even where its owner has connected to it. A default route is one. What is no address is left
-    out."""
+    kind over TCP, not even where its owner has connected to it. A default route is one. Text that is no address is
+    left out."""
     told = list[ipaddress.IPv4Address | ipaddress.IPv6Address]()
     for each in itertools.islice(addresses, MOST):
         with contextlib.suppress(ValueError):
