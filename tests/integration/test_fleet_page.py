@@ -109,6 +109,12 @@ async def test_a_failure_is_a_row_of_its_own_with_its_reason_and_its_daemon(
     assert (found["url"], found["transfer_id"]) == (pair.routers[0].url, record.transfer_id)
     assert seen["pairs"][0]["failed"] > 0, "those that fail come first"
 
+    async def degraded() -> bool:
+        daemons = (await look(fleet))["daemons"]
+        return "degraded" in [each["state"] for each in daemons if each["url"] == pair.routers[0].url]
+
+    await until(degraded, "so says the row of its daemon")
+
 
 async def test_what_ended_before_a_daemon_died_counts_once(
     daemons: Daemons, own_fleet: Fleet, pair: Pair, request_id: str

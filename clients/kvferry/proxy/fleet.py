@@ -16,7 +16,7 @@ from kvferry import page
 from kvferry.errors import Deadline, KvferryError
 from kvferry.proxy.options import Endpoint
 from kvferry.router import RouterClient
-from kvferry.schemas import ErrorBody, PeerRecord, PeerState, TransferList, TransferRecord, TransferState
+from kvferry.schemas import ErrorBody, PeerRecord, PeerState, Standing, TransferList, TransferRecord, TransferState
 
 AT = "/fleet/"
 FILES = page.files(__package__, AT)
@@ -47,6 +47,7 @@ class DaemonRow(BaseModel):
     engine_ids: list[str] = []
     version: str = ""
     ready: bool = False
+    state: Standing | None = None
     reasons: list[str] = []
     warnings: list[str] = []
     error: ErrorBody | None = None
@@ -213,13 +214,14 @@ class Fleet:
         else:
             row.error = None
         if row.error is not None:  # nothing is told as if it went on
-            row.ready, daemon.under_way, daemon.peers = False, [], []
+            row.ready, row.state, daemon.under_way, daemon.peers = False, None, [], []
             daemon.forget(now)
 
 
 async def _ask_whole(daemon: Daemon, client: RouterClient) -> None:
     row, readiness = daemon.row, await client.ready()
-    row.ready, row.reasons, row.warnings = readiness.ready, readiness.reasons, readiness.warnings
+    row.ready, row.state = readiness.ready, readiness.state
+    row.reasons, row.warnings = readiness.reasons, readiness.warnings
     row.version = (await client.info()).version
     row.engine_ids = [engine.engine_id for engine in await client.engines(manifests=False)]
     if row.role == "decode":

@@ -38,9 +38,9 @@ function drawSlow(row, each) {
     number("", clock(each.ended_at * 1000)));
 }
 
-const tone = (daemon) => daemon.error || !daemon.ready ? "bad" : daemon.warnings.length ? "wait" : "good";
+const tone = (daemon) => daemon.error || !daemon.ready ? "bad" : daemon.state === "degraded" ? "wait" : "good";
 function drawDaemon(row, daemon) {
-  const word = daemon.error ? daemon.error.code : daemon.ready ? daemon.warnings.length ? "warns" : "ready" : "not ready";
+  const word = daemon.error?.code ?? daemon.state ?? "not ready";
   const why = daemon.error ? [daemon.error.message] : [...daemon.reasons, ...daemon.warnings];
   row.replaceChildren(cell("", { class: "all" }, make("a", { href: `${daemon.url}/` }, host(daemon.url)), make("small", {}, daemon.version ? `kvferry ${daemon.version}` : "")),
     cell("", {}, daemon.role, make("small", {}, `rank ${daemon.rank} of ${host(daemon.engine)}`)), cell("engine", {}, daemon.engine_ids.join(", ") || "–"),
