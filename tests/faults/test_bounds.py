@@ -173,6 +173,21 @@ async def test_one_address_waits_for_its_own_turns_only(daemons: Daemons, stack:
         each.cancel()
 
 
+@pytest.fixture(scope="module")
+async def tight(daemons: Daemons) -> DaemonService:
+    """A daemon whose bounds are small, for all tests whose bounds do not meet."""
+    sizes = {
+        "kvferry.listening.HEADER_S": 1.0,
+        "kvferry.protocol.source.READINGS": 9,
+        "kvferryd.api.rest.gate.BODY_TIMEOUT_S": 0.3,
+        "kvferryd.api.rest.routes.LONGEST_WAIT_S": 0.2,
+    }
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        bounded(monkeypatch, sizes)
+        (daemon,) = await daemons.start("tight", 1, "--max-leases", "4")
+    return daemon
+
+
 async def greedy_reader(stack: AsyncExitStack, daemon: DaemonService) -> ByHand:
     engine, _ = await engine_on(stack, daemon.name, daemon)
     stub = await stack.enter_async_context(peer_stub(daemon))
@@ -180,27 +195,22 @@ async def greedy_reader(stack: AsyncExitStack, daemon: DaemonService) -> ByHand:
     return ByHand(stub, peer_pb2.ReadOpening(engine_id=daemon.name, epoch=engine.epoch, reader=reader))
 
 
-async def test_half_of_the_leases_may_be_waited_for(daemons: Daemons, stack: AsyncExitStack) -> None:
-    (daemon,) = await daemons.start("awaited", 1, "--max-leases", "4")
-    greedy = await greedy_reader(stack, daemon)
+async def test_half_of_the_leases_may_be_waited_for(tight: DaemonService, stack: AsyncExitStack) -> None:
+    greedy = await greedy_reader(stack, tight)
     for number in range(1, 4):
         await greedy.say(open=peer_pb2.LeaseOpen(reading=number, request_id=f"never-{number}"))
     refused = await greedy.heard()
     assert (refused.reading, refused.problem.code) == (3, "full")
 
 
-async def test_a_reader_has_so_many_readings_on_a_stream(
-    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bounded(monkeypatch, {"kvferry.protocol.source.READINGS": 4})
-    (daemon,) = await daemons.start("readings", 1, "--max-leases", "1")
-    greedy = await greedy_reader(stack, daemon)
+async def test_a_reader_has_so_many_readings_on_a_stream(tight: DaemonService, stack: AsyncExitStack) -> None:
+    greedy = await greedy_reader(stack, tight)
 
     async def the_end() -> object:
         reply = await greedy.call.read()
         return await the_end() if isinstance(reply, peer_pb2.ReadReply) and reply.reading else reply
 
-    opens = [peer_pb2.LeaseOpen(reading=n, request_id=f"never-{n}") for n in range(1, 6)]
+    opens = [peer_pb2.LeaseOpen(reading=n, request_id=f"never-{n}") for n in range(1, 11)]
     await greedy.say(several=peer_pb2.ReadRequests(requests=[peer_pb2.ReadRequest(open=each) for each in opens]))
     assert (await refusal(the_end())).code == "malformed_read"
 
@@ -319,9 +329,8 @@ async def test_healthz_answers_while_half_open_connections_want_every_descriptor
     assert await healthy(daemon)
 
 
-async def test_a_request_whose_header_does_not_end_is_cut_off(daemons: Daemons, stack: AsyncExitStack) -> None:
-    (daemon,) = await daemons.start("patient")
-    silent, dripping = plain(daemon, stack), half_open(daemon, stack)
+async def test_a_request_whose_header_does_not_end_is_cut_off(tight: DaemonService, stack: AsyncExitStack) -> None:
+    silent, dripping = plain(tight, stack), half_open(tight, stack)
 
     def cut_off() -> bool:
         """Whether both are ended, though one of them sends a byte now and then."""
@@ -338,7 +347,7 @@ async def test_a_request_whose_header_does_not_end_is_cut_off(daemons: Daemons, 
 
     assert await asyncio.to_thread(cut_off)
     assert await ended_by_the_other_side(silent)
-    assert await healthy(daemon)
+    assert await healthy(tight)
 
 
 async def test_calls_of_all_addresses_together_are_bounded(
@@ -393,13 +402,9 @@ async def test_a_peer_that_is_not_read_from_for_long_is_forgotten(
     await reads_from(reader, source, "again")
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(
-    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_that_does_not_come_is_not_waited_for(tight: DaemonService, stack: AsyncExitStack) -> None:
     """Though a byte of it comes now and then."""
-    bounded(monkeypatch, {"kvferryd.api.rest.gate.BODY_TIMEOUT_S": 0.3})
-    (daemon,) = await daemons.start("bodies")
-    connection = plain(daemon, stack)
+    connection = plain(tight, stack)
     connection.sendall(b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
     connection.settimeout(0.05)
     said = b""
@@ -414,14 +419,11 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
 
 
 async def test_a_poll_is_answered_as_things_stand_when_it_was_long_enough(
-    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+    tight: DaemonService, stack: AsyncExitStack
 ) -> None:
-    bounded(monkeypatch, {"kvferryd.api.rest.routes.LONGEST_WAIT_S": 0.2})
-    (there,), (here,) = await daemons.start("polled-s"), await daemons.start("polled-r")
-    source, _ = await engine_on(stack, "polled-s", there)
-    await engine_on(stack, "polled-r", here)
-    order = {"request_id": "r", "source": source.source().model_dump()}
-    async with httpx.AsyncClient(base_url=here.url, trust_env=False, timeout=TIMEOUT_S) as http:
+    await engine_on(stack, "polled", tight)
+    order = {"request_id": "r", "source": {"engine_id": "x", "address": tight.peer}}
+    async with httpx.AsyncClient(base_url=tight.url, trust_env=False, timeout=TIMEOUT_S) as http:
         ordered = (await http.post("/v1/transfers", json=order)).json()
         for asked in (f"/v1/transfers/{ordered['transfer_id']}?wait=3600", "/v1/transfers?request_id=r&wait=3600"):
             answer = await http.get(asked)
@@ -574,19 +576,19 @@ def unread(connection: socket.socket) -> None:
             connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 64)
 
 
-@pytest.mark.parametrize("kind", ["a body that does not come", "answers that are not read"])
 async def test_clients_that_keep_the_daemon_waiting_keep_nobody_out(
-    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, kind: str
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A body that does not come takes all places, and then answers that are not read do."""
     bounded(monkeypatch, {"kvferryd.api.rest.server.MAX_CONNECTIONS": PLACES})
-    (daemon,) = await daemons.start(f"stalled-{kind[2]}")
+    (daemon,) = await daemons.start("stalled")
     for _ in range(PLACES):
         held = plain(daemon, stack)
-        if kind == "answers that are not read":
-            await asyncio.to_thread(unread, held)
-        else:
-            held.sendall(BODY_TO_COME)
-            assert b" 100 " in await asyncio.to_thread(held.recv, 4096)
+        held.sendall(BODY_TO_COME)
+        assert b" 100 " in await asyncio.to_thread(held.recv, 4096)
+    assert await healthy(daemon)
+    for _ in range(PLACES):
+        await asyncio.to_thread(unread, plain(daemon, stack))
     assert await healthy(daemon)
 
 

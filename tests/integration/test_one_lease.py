@@ -16,24 +16,6 @@ from kvferry.schemas import DestinationBody, LeaseState, OrderBody, TransferStat
 pytestmark = pytest.mark.anyio
 
 
-async def test_ranks_that_have_read_in_two_attempts_have_not_read_a_lease_together(pair: Pair, request_id: str) -> None:
-    """The lease is there until all ranks have read it in one attempt: else the first would find it released."""
-    kv, leases = await prefilled(pair, request_id)
-    blocks, source = pair.decode.take(TOKENS), pair.prefill.source(epoch=pair.prefill.epoch)
-    source = source.model_copy(update={"lease": pair.prefill.lease(request_id)})  # so that no rank asks another
-    first, *others = (rank.client for rank in pair.decode.ranks)
-    await first.receive(request_id, blocks.tables(), source=source, attempt=1)
-    (record,) = await pair.routers[0].transfers(request_id)
-    await pair.routers[0].abort_transfer(record.transfer_id)  # the other ranks' parts of it, which wait
-    await asyncio.gather(*(each.receive(request_id, blocks.tables(), source=source, attempt=2) for each in others))
-    assert not any(lease.over for lease in leases)
-    expected = pair.decode.expecting(kv, blocks)
-    await first.receive(request_id, blocks.tables(), source=source, attempt=2)
-    assert pair.decode.differences(expected) == ""
-    async with asyncio.timeout(TIMEOUT_S):
-        assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
-
-
 async def test_ranks_that_read_two_publishes_of_a_request_are_not_done(pair: Pair, request_id: str) -> None:
     """Rank 0 has read the request when the prefill takes it back and publishes it anew: the others' heads would be of
     another computation."""
