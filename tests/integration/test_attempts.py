@@ -36,8 +36,8 @@ async def done_by(pair: Pair, transfer_id: str) -> TransferRecord:
 async def moves(pair: Pair, request_id: str) -> None:
     """A whole attempt: the request is published, ordered and received, and what was moved is right."""
     kv, _ = await prefilled(pair, request_id)
-    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    blocks = pair.decode.take(TOKENS)
+    expected = pair.decode.expecting(kv, blocks)
     attempt = pair.decode.next_attempt()
     transfer_id = await order(pair, request_id, 1, attempt=attempt)
     await pair.decode.receive(request_id, blocks, attempt=attempt)
@@ -62,8 +62,8 @@ async def test_an_order_with_a_number_waits_for_the_reservation_of_that_attempt(
     kv, _ = await prefilled(pair, request_id)
     before, attempt = pair.decode.next_attempt(), pair.decode.next_attempt()
     transfer_id = await order(pair, request_id, rank, attempt=attempt)
-    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    blocks = pair.decode.take(TOKENS)
+    expected = pair.decode.expecting(kv, blocks)
     earlier = await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), attempt=before, deadline_s=0.2)
     assert codes(earlier) == {"deadline"}
     record = await pair.routers[rank].transfer(transfer_id)
@@ -77,8 +77,8 @@ async def test_an_order_with_a_number_waits_for_the_reservation_of_that_attempt(
 @pytest.mark.parametrize("first", [1, 0])
 async def test_ranks_may_reserve_one_after_another(pair: Pair, request_id: str, first: int, orders: str) -> None:
     kv, leases = await prefilled(pair, request_id)
-    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    blocks = pair.decode.take(TOKENS)
+    expected = pair.decode.expecting(kv, blocks)
     said = {"attempt": pair.decode.next_attempt(), "source": pair.prefill.source() if orders == "engine" else None}
     ranks = [pair.decode.ranks[(first + n) % 3].client for n in range(3)]
     ahead = asyncio.create_task(ranks[0].receive(request_id, blocks.tables(), **said))
@@ -125,20 +125,6 @@ async def test_a_reservation_that_one_rank_refuses_ends_the_attempt_on_all_and_t
     (error,) = [share.error for share in record.ranks if share.rank == 1]
     assert error is not None and error.code == "block_id_out_of_range"
     await asyncio.gather(*(rank.client.abort(request_id) for rank in pair.prefill.ranks))
-    await moves(pair, request_id)
-
-
-async def test_a_reservation_that_rank_0_refuses_ends_the_attempt_on_all(pair: Pair, request_id: str) -> None:
-    blocks, said = pair.decode.take(TOKENS), {"attempt": pair.decode.next_attempt()}
-    first, *others = (rank.client for rank in pair.decode.ranks)
-    receiving = [asyncio.create_task(each.receive(request_id, blocks.tables(), **said)) for each in others]
-    for router in pair.routers[1:]:
-        await until(lambda router=router: is_in(router, request_id, TransferState.WAITING), "it has reserved")
-    with pytest.raises(KvferryError) as refused:
-        await first.receive(request_id, Blocks((1 << 20,), 1).tables(), **said)
-    assert refused.value.code == "block_id_out_of_range"
-    async with asyncio.timeout(TIMEOUT_S / 2):
-        assert codes(await asyncio.gather(*receiving, return_exceptions=True)) == {"rank_failed"}
     await moves(pair, request_id)
 
 
@@ -310,8 +296,8 @@ async def test_an_engine_that_is_started_anew_while_it_reads_begins_below_its_la
         after = await TestEngine.start("midway", ours, TWO)
         for over in (first, waiting):
             assert (await routers[0].wait(over.transfer_id, timeout_s=TIMEOUT_S)).state is TransferState.FAILED
-        blocks, expected = after.take(TOKENS), after.snapshot()
-        after.write_into(expected, kv, blocks)
+        blocks = after.take(TOKENS)
+        expected = after.expecting(kv, blocks)
         second = await routers[1].order(order)
         receiving = asyncio.create_task(after.receive(request_id, blocks, attempt=1))
         for router in routers:

@@ -117,8 +117,8 @@ async def test_the_drain_of_one_rank_is_that_of_the_engine_and_can_be_taken_back
     begun, waiting, source = f"{request_id}-begun", f"{request_id}-waiting", pair.prefill.source()
     router, others = led.routers[draining], led.routers
     kv, _ = await prefilled(pair, begun)
-    blocks, expected = led.engine.take(TOKENS), led.engine.snapshot()
-    led.engine.write_into(expected, kv, blocks)
+    blocks = led.engine.take(TOKENS)
+    expected = led.engine.expecting(kv, blocks)
     reserved = asyncio.create_task(led.engine.receive(begun, blocks))
     for each in led.routers:
         await until(lambda each=each: is_in(each, begun, TransferState.WAITING), "it has reserved")

@@ -71,8 +71,8 @@ async def test_ranks_that_an_order_gives_their_tables_read_a_lease_in_one_attemp
     kv, leases = await prefilled(pair, request_id)
     attempts = []
     for _ in range(2):
-        blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
-        pair.decode.write_into(expected, kv, blocks)
+        blocks = pair.decode.take(TOKENS)
+        expected = pair.decode.expecting(kv, blocks)
         transfer_id = await order(pair, request_id, 1, destination=DestinationBody(tables=blocks.json()))
         record = await pair.routers[1].wait(transfer_id, timeout_s=TIMEOUT_S)
         assert record.state is TransferState.DONE, record
@@ -90,19 +90,11 @@ async def test_ranks_that_an_order_gives_their_tables_read_a_lease_in_one_attemp
 # several answers to one prompt: two requests of one engine come with one lease (docs/engines.md)
 
 
-async def received(pair: Pair, request_id: str, kv: Kv) -> None:
-    """Received by all ranks, into blocks of this answer alone."""
-    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
-    await pair.decode.receive(request_id, blocks, source=pair.prefill.source())
-    assert not pair.decode.differences(expected)
-
-
 async def test_a_second_answer_that_waits_for_the_first_is_another_attempt(pair: Pair, request_id: str) -> None:
     """Another engine is still to read the lease; reading it twice counts as one engine that has read it."""
     kv, leases = await prefilled(pair, request_id, readers=2)
     for _ in range(2):
-        await received(pair, request_id, kv)
+        await pair.decode.gets(request_id, kv, source=pair.prefill.source())
     assert not any(lease.over for lease in leases)
     attempts = [record.attempt for record in await pair.routers[0].transfers(request_id)]
     assert len(set(attempts)) == 2
@@ -112,7 +104,7 @@ async def test_a_second_answer_that_waits_for_the_first_is_another_attempt(pair:
 async def test_a_second_answer_finds_a_lease_that_was_read_by_the_first_over(pair: Pair, request_id: str) -> None:
     """It has to share what the first one has received, or compute the prompt."""
     kv, leases = await prefilled(pair, request_id)
-    await received(pair, request_id, kv)
+    await pair.decode.gets(request_id, kv, source=pair.prefill.source())
     async with asyncio.timeout(TIMEOUT_S):
         assert {await lease.ended() for lease in leases} == {LeaseState.RELEASED}
     before = pair.decode.snapshot()

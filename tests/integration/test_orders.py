@@ -38,8 +38,8 @@ async def test_the_same_order_with_its_id_gets_the_same_answer_after_the_end(pai
 async def moved_by_order(pair: Pair, request_id: str, **more: Any) -> str:
     """The request is published, ordered and received: what was moved is right, and of which transfer."""
     kv, leases = await prefilled(pair, request_id)
-    blocks, expected = pair.decode.take(TOKENS), pair.decode.snapshot()
-    pair.decode.write_into(expected, kv, blocks)
+    blocks = pair.decode.take(TOKENS)
+    expected = pair.decode.expecting(kv, blocks)
     transfer_id = await order(pair, request_id, **more)
     await pair.decode.receive(request_id, blocks)
     assert (await pair.routers[0].wait(transfer_id)).state is TransferState.DONE
