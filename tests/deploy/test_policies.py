@@ -25,7 +25,7 @@ LOST = [
     for lost in policy.lose
 ]
 MODES = {"node": test_node, "container": test_one_container}
-"""Where daemons are in no container of their own beside an engine."""
+"""Modes in which no container beside an engine is a daemon's own."""
 
 
 @pytest.mark.parametrize(("renderer", "variant"), KEPT)

@@ -216,8 +216,9 @@ async def test_a_reader_has_so_many_readings_on_a_stream(tight: DaemonService, s
 
 
 async def test_a_connection_that_proves_nothing_is_ended(
-    daemons: Daemons, stack: AsyncExitStack, tmp_path_factory: pytest.TempPathFactory
+    daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    bounded(monkeypatch, {"kvferryd.process.serve.HANDSHAKE_MS": 500})
     file = secret_file(tmp_path_factory.mktemp("silent") / "secret", "s" * 64)
     (daemon,) = await daemons.start("silent", 1, "--peer-secret-file", str(file))
     host, _, port = daemon.peer.rpartition(":")

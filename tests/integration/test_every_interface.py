@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -29,29 +28,22 @@ def has_ipv6() -> bool:
 pytestmark = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 
 
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
-    try:
-        yield fleet
-    finally:
-        fleet.close()
-
-
 @pytest.mark.parametrize("everywhere", ["*", "[::]"])
-def test_a_daemon_is_reached_over_both_families_and_found_by_its_own_settings(fleet: Fleet, everywhere: str) -> None:
-    rest, peer = fleet.free_port(), fleet.free_port()
-    secret, token = fleet.directory / "secret", fleet.directory / "token"
+def test_a_daemon_is_reached_over_both_families_and_found_by_its_own_settings(
+    own_fleet: Fleet, everywhere: str
+) -> None:
+    rest, peer = own_fleet.free_port(), own_fleet.free_port()
+    secret, token = own_fleet.directory / "secret", own_fleet.directory / "token"
     secret.write_text(32 * "s")
     token.write_text("token")
     settings = {
         "KVFERRY_REST": f"{everywhere}:{rest}", "KVFERRY_TOKEN_FILE": str(token),
         "KVFERRY_PEER": f"{everywhere}:{peer}", "KVFERRY_ADVERTISE": f"[::1]:{peer}",
         "KVFERRY_PEER_SECRET_FILE": str(secret),
-        "KVFERRY_ENGINE_SOCKET": str(fleet.directory / "engine.sock"),
+        "KVFERRY_ENGINE_SOCKET": str(own_fleet.directory / "engine.sock"),
     }  # fmt: skip
     command, environment = [sys.executable, "-m", "kvferryd"], os.environ | settings
-    with open(fleet.directory / "log", "wb") as log:
+    with open(own_fleet.directory / "log", "wb") as log:
         daemon = subprocess.Popen([*command, "serve"], env=environment, stderr=log)
     try:
         asked = ["curl", "--silent", "--fail", "--retry", "300", "--retry-delay", "1", "--retry-connrefused"]
@@ -72,8 +64,8 @@ def test_a_daemon_is_reached_over_both_families_and_found_by_its_own_settings(fl
             daemon.kill()
 
 
-def test_a_proxy_is_reached_over_both_families(fleet: Fleet) -> None:
-    port = fleet.free_port()
+def test_a_proxy_is_reached_over_both_families(own_fleet: Fleet) -> None:
+    port = own_fleet.free_port()
     command = [
         sys.executable, "-m", "kvferryd", "proxy", f"--listen=*:{port}", "--prefill=http://[::1]:1", "--decode=h:2",
     ]  # fmt: skip
