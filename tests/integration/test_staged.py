@@ -12,14 +12,13 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from fleet import Daemons, until
-from hog import READING, hog
+from hog import hog
 from pair import MANY, TOKENS, Pair, prefilled, waits_for
 from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Kv, Shape, TestEngine
 from slots import Outcomes, failed, gauge, idle, reading
 
 from kvferry.router import RouterClient
 from kvferry.schemas import Awaited, LeaseState, TransferState
-from kvferry.v1 import peer_pb2
 from kvferryd.paths.move import ARENA
 
 pytestmark = pytest.mark.anyio
@@ -195,23 +194,6 @@ async def test_a_reader_that_is_killed_on_the_way_gives_the_sources_slots_back(
     daemon.signal(signal.SIGKILL)
     await receiving
     await idle(staged.daemons)
-
-
-async def test_a_packing_ends_those_before_it_and_a_closed_reading_its_own(staged: Pair, request_id: str) -> None:
-    async with (
-        httpx.AsyncClient(trust_env=False) as http,
-        hog(staged.prefill, staged.decode.ranks[0].manifest, request_id, TOKENS) as other,
-    ):
-        daemon = staged.prefill.daemons[0]
-        await other.packed(2, open=other.opening, want=[0, 1])
-        await other.packed(1, packing=2, open=other.opening, want=[0])
-
-        async def one_slot_is_taken() -> bool:
-            return await gauge(http, daemon, "kvferry_staging_used_bytes") == 1 << 18
-
-        await until(one_slot_is_taken, "the first packing's slots are back")
-        await other.by_hand.say(close=peer_pb2.LeaseClose(reading=READING, request_id=request_id))
-        await idle(staged.prefill.daemons)
 
 
 @pytest.fixture(scope="module")
