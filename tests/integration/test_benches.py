@@ -142,3 +142,12 @@ def test_what_cannot_be_measured_is_a_row_and_the_next_is_measured(capsys: pytes
     said = capsys.readouterr().out
     assert said.count("FAILED: ") == 2  # mla and gqa: host memory cannot be mapped
     assert "2 FAILED" in said
+
+
+def test_the_fleet_page_is_told_of_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["fleet", "--pairs", "2", "--pages", "2", "--seconds", "3"]) == 0
+    none, one, two = rows(capsys.readouterr().out)
+    assert (none["pages"], none["KB an answer"]) == ("0", "")
+    assert [each["pairs told"] for each in (one, two)] == ["2", "2"]
+    assert [each["daemons that do not answer"] for each in (one, two)] == ["0", "0"]
+    assert all(float(each["answer p50 ms"]) > 0 for each in (one, two))

@@ -22,6 +22,7 @@ PARTS = {
     "gpu": "one, two or four GPUs: the copy ceiling, NIXL alone, and every way of kvferry with every layout change",
 }
 PROGRAMS = {
+    "fleet": "what the fleet page costs a proxy that knows 64 pairs of engines, and each of their daemons",
     "cost": "a daemon at rest and at work: memory, threads, wake-ups, processor time for each request and each GB",
     "paged": "pages in no order by the rules of CollectiveX kv-transfer: kvferry and NIXL as shares of one bulk copy",
     "trace": "a public request trace, replayed through one pair, beside an ideal link of the measured ceiling",

@@ -20,7 +20,7 @@ from kvferry.memory import cuda, cuda_memory, memfd_region
 from kvferry.schemas import SourceBody
 from kvferryd.aio import together
 from kvferryd.bench.gpu_cases import NHD, Cache, Model, Pair
-from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError
+from kvferryd.demo.fleet import DaemonService, Fleet, Service, ServiceError
 
 CONNECT_S, READY_S = 10.0, 60.0
 SOURCE, READER = "bench-source", "bench-reader"
@@ -228,13 +228,13 @@ class Stage:
         return ""
 
 
-def cpu_s(daemons: Sequence[DaemonService]) -> float:
+def cpu_s(services: Sequence[Service]) -> float:
     """Seconds of processor time that the processes have had so far, user and system. Raises KvferryError."""
     ticks = 0
-    for daemon in daemons:
-        if daemon.process.poll() is not None:
-            raise Internal("process_ended", f"{daemon.name} has ended: {daemon.tail(1)}")
+    for service in services:
+        if service.process.poll() is not None:
+            raise Internal("process_ended", f"{service.name} has ended: {service.tail(1)}")
         # After the name, which is in brackets and may hold anything: fields 14 and 15 of proc(5), from 3 on.
-        fields = Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{service.process.pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
