@@ -6,7 +6,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ import psutil
 import pytest
 from browser import CHROMIUM, CLIPPED, CONTRASTS, PHONE, Browser, Page, browser
 from fleet import TIMEOUT_S, Daemons, under_way, until
-from lives import reads_from
-from pair import MANY, TOKENS, Pair, half_published, order, prefilled
+from lives import engine_on, published, reads_from
+from pair import MANY, TOKENS, Pair, half_published, order, prefilled, waits_for
 from ranks import Shape, TestEngine
 
 from kvferry.router import RouterClient
-from kvferry.schemas import OrderBody, PeerRequest, SourceBody, TransferRecord
+from kvferry.schemas import Awaited, OrderBody, PeerRequest, SourceBody, TransferRecord
 from kvferryd.commands import say
 from kvferryd.demo.fleet import DaemonService, Fleet
+from kvferryd.observe.waits import others
 
 pytestmark = [
     pytest.mark.anyio,
@@ -126,6 +127,32 @@ async def test_equal_failures_are_one_row_which_opens_them(
             await page.value("location.hash = ''")
             await page.value(f"{button}.click()")
             await page.until(f"{rows} === 2")
+
+
+async def test_a_transfer_links_to_others_that_waited_for_the_same(
+    chrome: Browser, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (there,), (here,) = await asyncio.gather(daemons.start("there"), daemons.start("here"))
+    source, _ = await engine_on(stack, "source", there)
+    reader, router = await engine_on(stack, "reader", here)
+    await reads_from(reader, source, f"{request_id}-first")
+    ids = [request_id, f"{request_id}-other"]
+    for each in ids:
+        await stack.enter_async_context(under_way(reader.receive(each, reader.take(50), source=source.source())))
+    for each in ids:
+        await until(lambda each=each: waits_for(router, each, Awaited.PUBLISH), f"{each} waits for its publish")
+    for each in ids:
+        await published(source, each)
+    (one,), (other,) = [await router.transfers(each, wait_s=TIMEOUT_S) for each in ids]
+    assert one.waited_longest is not None
+    assert others(one.waited_longest, [(other.request_id, other.waited_longest)]) == [other.request_id]
+    async with watching(chrome, here, f"#transfer={one.transfer_id}") as page:
+        await page.until("!!document.querySelector('#detail .others')")
+        assert await page.texts("#detail .others a") == [other.request_id]
+        await page.value("document.querySelector('#detail .others a').click()")
+        await page.until(f"document.querySelector('#detail h2')?.innerText === {json.dumps(other.request_id)}")
+        assert await page.texts("#detail .others a") == [one.request_id]
+        assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
 
 
 async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(

@@ -1,12 +1,13 @@
 """The cost of being watched: /healthz beside open status pages, with a full history of transfers of 3 ranks.
 
-A page asks as the status page does. `whole`: for everything each time; `changes`: for what has changed since its last
-answer. A daemon that does not know `since` and `limit` answers both with everything.
+A page asks as the status page does where all of it is in view. `whole`: for everything each time; `changes`: for what
+has changed since its last answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 import httpx
 import numpy as np
@@ -28,7 +29,9 @@ from kvferryd.demo.fleet import DaemonService, Fleet
 
 RANKS, RECORDS, PAGES = 3, 1000, 4
 PAGE_S, PROBE_S, FOR_S = 2.0, 0.02, 20.0
-OTHERS = ("/readyz", "/v1/info", "/v1/engines", "/v1/leases", "/v1/peers", "/v1/drain")
+OTHERS = ("/readyz", "/v1/totals", "/v1/engines?manifests=false", "/v1/leases?ended=25", "/v1/peers")
+HISTORY, HISTORY_EVERY = "/v1/history?span_s=300&step_s=5&since={since}", 3
+"""The plots of 5 minutes, in steps of 5 s: they are asked for at every third poll, from the last step on."""
 WAYS = {"nobody": "", "whole": "limit=10000", "changes": "since={cursor}"}
 
 
@@ -126,17 +129,20 @@ async def _pages(url: str, query: str) -> None:
         await ended
         for page in pages:
             page.cancel()
-    print(median(nbytes[PAGES:] or [0]) / 1e6)
+    print(fmean(nbytes[PAGES:] or [0]) / 1e6)
 
 
 async def _page(http: httpx.AsyncClient, query: str, nbytes: list[int], opened: asyncio.Event) -> None:
-    cursor = ""
-    while True:
-        answers = await asyncio.gather(
-            http.get(f"/v1/transfers?{query.format(cursor=cursor)}"), *(http.get(path) for path in OTHERS)
-        )
-        nbytes.append(sum(len(answer.content) for answer in answers))
-        cursor = answers[0].json().get("cursor", "")
+    cursor, since = "", 0
+    for poll in itertools.count():
+        paths = [f"/v1/transfers?{query.format(cursor=cursor)}", *OTHERS]
+        if plots := poll % HISTORY_EVERY == 0:
+            paths.append(HISTORY.format(since=since))
+        answers = await asyncio.gather(*(http.get(path) for path in paths))
+        nbytes.append(sum(len(answer.raise_for_status().content) for answer in answers))
+        cursor = answers[0].json()["cursor"]
+        if plots:
+            since = int(answers[-1].json()["now"]) // 5 * 5
         opened.set()
         await asyncio.sleep(PAGE_S)
 

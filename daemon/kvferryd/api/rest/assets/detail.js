@@ -1,7 +1,7 @@
 // One transfer: what it was, why it failed, its ranks on one timeline.
 
 import { at, chip, entries, make } from "./dom.js";
-import { PHASES, ageMs, isSlowest, lasted, over, phases, sum } from "./record.js";
+import { PHASES, ageMs, isSlowest, lasted, over, phases, sum, waitedForTheSame } from "./record.js";
 import { sourceHalf } from "./source.js";
 import { timeline } from "./timeline.js";
 import { count, moment, rate, size, span } from "./units.js";
@@ -11,7 +11,8 @@ const WAITS = {
   order: "the router's order", reservation: "the engine's blocks", handshake: "the handshake with the source", lease: "the source's daemon",
   publish: "the source engine to publish", fence: "the source engine's fence", slot: "a slot of the own arena", pack: "the source's daemon to pack", rank: "another rank",
 };
-let record = null;
+const NAMED = 5;
+let record = null, all = [];
 
 const mono = (text) => text ? make("code", {}, text) : "";
 const place = (engineId, ...more) => engineId ? make("span", {}, mono(engineId), ...more.filter(Boolean).map((each) => make("small", {}, ` ${each}`))) : "";
@@ -58,6 +59,13 @@ function within(phasesMs) {
   return Object.entries(names).filter(([name]) => phasesMs[name]).map(([name, words]) => [words, span(phasesMs[name])]);
 }
 
+function beside() {
+  const others = waitedForTheSame(record, all), more = others.length - NAMED;
+  return others.length ? make("p", { class: "soft others" }, "Others waited for the same in that second: ",
+    ...others.slice(0, NAMED).flatMap((other, i) => [i ? ", " : "", make("a", { href: `#transfer=${encodeURIComponent(other.transfer_id)}` }, other.request_id)]),
+    more > 0 ? ` and ${count(more)} more` : "") : null;
+}
+
 function draw() {
   const age = ageMs(record, now()), shares = record.ranks, several = shares.length > 1;
   return [
@@ -71,6 +79,7 @@ function draw() {
     make("h3", {}, "Timeline", several && over(record) ? make("small", {}, ` rank ${record.slowest_rank} took the longest of ${shares.length}`) : null),
     timeline(shares.map((share) => lane(share, age))),
     record.why_slow ? make("p", { class: "note why" }, `It ${record.why_slow}.`) : null,
+    beside(),
     make("h3", {}, several ? "Ranks" : "Figures"), ranks(shares, age),
     ...record.source ? sourceHalf(record, redraw) : [],
     make("h3", {}, "What it was"),
@@ -85,9 +94,10 @@ function draw() {
   ];
 }
 
-// The record that is open, or null. `found` is null where the daemon knows it no longer.
-export function setDetail(id, found) {
+// The record that is open, or null. `found` is null where the daemon knows it no longer. `known`: all records.
+export function setDetail(id, found, known = all) {
   const aside = at("detail"), was = record;
+  all = known;
   if (found === record && found && !aside.hidden) return;
   record = found;
   document.body.classList.toggle("opened", Boolean(id));

@@ -64,7 +64,7 @@ function learn({ transfers, cursor: next, whole }) {
 function route() {
   const [, name, value] = location.hash.match(/^#(transfer|plan)=(.*)$/) ?? [];
   const id = name === "transfer" ? decodeURIComponent(value) : "";
-  setDetail(id, records.get(id) ?? null);
+  setDetail(id, records.get(id) ?? null, [...records.values()]);
   if (name === "plan") setPlan(decodeURIComponent(value));
 }
 

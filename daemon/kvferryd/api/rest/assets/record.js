@@ -20,6 +20,14 @@ export function phases(share, age) {
 export const sum = (spent) => PHASES.reduce((all, name) => all + spent[name], 0);
 export const lasted = (record, now) => over(record) ? record.took_ms ?? sum(phases(record, 0)) : ageMs(record, now);
 
+// Transfers of other requests that waited longest for the same while this one did, or within a second of it: as `kvferry
+// explain --transfer` has them.
+export function waitedForTheSame(record, all) {
+  const wait = record.waited_longest, end = ({ began_at, ms }) => began_at + ms / 1000 + 1;
+  return wait ? all.filter(({ request_id, waited_longest: other }) => request_id !== record.request_id && other
+    && other.what === wait.what && other.on === wait.on && other.began_at <= end(wait) && wait.began_at <= end(other)) : [];
+}
+
 export function matches(record, words) {
   const text = [
     record.request_id, record.transfer_id, record.engine_id, record.source?.engine_id, record.source?.address, record.path,
