@@ -61,7 +61,8 @@ def _settings_table() -> str:
 
 def _metrics_table() -> str:
     rows = ["| metric | type | labels | what |", "|---|---|---|---|"]
-    for metric in vars(Metrics()).values():
+    metrics = Metrics()
+    for metric in (*vars(metrics).values(), *metrics.gauges.values()):
         if isinstance(metric, MetricWrapperBase):
             described = next(iter(metric.describe()))
             name = described.name + ("_total" if described.type == "counter" else "")

@@ -492,21 +492,23 @@ class Ferry:
     def scrape(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) of /metrics; gauges are as things stand now."""
         regions = [region for session in self.registry.sessions for region in session.regions.values()]
-        metrics = self.metrics
-        metrics.gauge(self.totals())
-        for owned, name in ((True, "owned"), (False, "adopted")):
-            metrics.regions.labels(name).set(sum(each.span.nbytes for each in regions if each.owned is owned))
-        if self.certificates is not None:
-            for name, expires_at in self.certificates.current().expires.items():
-                metrics.certificates.labels(name).set(expires_at)
+        owned = sum(region.span.nbytes for region in regions if region.owned)
+        expires = {} if self.certificates is None else self.certificates.current().expires
         unmatched = [each.course.created_at for each in self.jobs if each.state is schemas.TransferState.WAITING]
-        metrics.queue_age.set(max(0.0, time.time() - min(unmatched)) if unmatched else 0)
-        metrics.peers.set(sum(len(peer.ranks) for peer in self.peers_known))
-        metrics.peers_failing.set(len(self._silent()))
-        metrics.engines_attached.set(sum(session.attached for session in self.registry.sessions))
-        metrics.draining.set(self.jobs.draining)
-        metrics.ready.set(self.readiness().ready)
-        return metrics.exposition(accept)
+        totals = self.totals()
+        self.metrics.gauge({
+            "transfers": totals.transfers, "transfers_waiting": totals.waiting, "leases": totals.leases,
+            "live_readers": totals.live_readers, "quarantined_bytes": totals.quarantined_bytes,
+            "unfreed_bytes": totals.unfreed_bytes, "staging_bytes": totals.staging_bytes,
+            "staging_used_bytes": totals.staging_used_bytes, "queue_depth": totals.queue,
+            "region_bytes": {"owned": owned, "adopted": sum(region.span.nbytes for region in regions) - owned},
+            "certificate_expiry_timestamp_seconds": expires,
+            "queue_oldest_seconds": max(0.0, time.time() - min(unmatched)) if unmatched else 0,
+            "peers": sum(len(peer.ranks) for peer in self.peers_known), "peers_failing": len(self._silent()),
+            "engines_attached": sum(session.attached for session in self.registry.sessions),
+            "draining": self.jobs.draining, "ready": self.readiness().ready,
+        })  # fmt: skip
+        return self.metrics.exposition(accept)
 
     def drain_status(self) -> schemas.DrainStatus:
         leases = sum(len(engine.leases) for engine in self.registry)

@@ -38,7 +38,8 @@ def promtool(*arguments: str, folder: Path = FOLDER) -> None:
 
 def test_every_metric_and_label_that_is_named_exists() -> None:
     labels: dict[str, set[str]] = {}
-    for metric in vars(Metrics()).values():
+    metrics = Metrics()
+    for metric in (*vars(metrics).values(), *metrics.gauges.values()):
         if hasattr(metric, "describe") and hasattr(metric, "_labelnames"):
             (described,) = metric.describe()
             for suffix in SUFFIXES[described.type]:

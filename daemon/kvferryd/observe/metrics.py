@@ -7,7 +7,7 @@ Counters and histograms count things as they end; gauges are set by the core bef
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from http import HTTPMethod
 from typing import Any
@@ -24,7 +24,7 @@ from prometheus_client import (
 from prometheus_client.exposition import choose_encoder
 
 from kvferry import __version__
-from kvferry.schemas import LeaseState, RankTransfer, Totals, TransferState
+from kvferry.schemas import LeaseState, RankTransfer, TransferState
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
@@ -41,6 +41,26 @@ FAILURES = (
 )  # fmt: skip
 REFUSALS = ("address_not_allowed", "draining", "full", "malformed_tables", "order_conflict", "unknown_engine")
 """Codes that are counted from 0 on, so that a rate sees the first of them. Others begin with their first."""
+GAUGES = (
+    ("transfers", "transfers held now, the history included", "state"),
+    ("transfers_waiting", "transfers that move nothing, by what they wait for", "waits_for"),
+    ("leases", "leases held now, those that have ended and are remembered included", "state"),
+    ("live_readers", "peers that read from a lease now"),
+    ("region_bytes", "registered cache memory", "ownership"),
+    ("quarantined_bytes", "blocks that a read given up on may still write"),
+    ("unfreed_bytes", "memory of sessions that are over, which could not be freed or may still be written"),
+    ("staging_bytes", "size of the staging arena"),
+    ("staging_used_bytes", "staging slots in use"),
+    ("queue_depth", "waiting transfers (order or reservation to come) and waits for a staging slot"),
+    ("queue_oldest_seconds", "age of the oldest transfer whose order or reservation is to come"),
+    ("certificate_expiry_timestamp_seconds", "when a certificate of the tls_* files ends", "file"),
+    ("peers", "peers with a finished handshake"),
+    ("peers_failing", "peers that have not answered since their last failure"),
+    ("engines_attached", "engine ranks with an open session"),
+    ("draining", "1 while the daemon takes no new transfers"),
+    ("ready", "1 while /readyz answers 200"),
+)
+"""Name, what it is, and its label where it has one."""
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each counter, which nobody reads
 
 
@@ -75,7 +95,6 @@ class Metrics:
         build = Info("kvferry_build", "version of the daemon", registry=self.registry)
         build.info({"version": __version__, "python": platform.python_version()})
         counter = partial(Counter, namespace="kvferry", registry=self.registry)
-        gauge = partial(Gauge, namespace="kvferry", registry=self.registry)
         histogram = partial(Histogram, namespace="kvferry", registry=self.registry)
         self.ended = counter("transfers_ended", "this rank's share of transfers by its end", ["state", *by_read])
         self.failures = counter(
@@ -114,31 +133,10 @@ class Metrics:
             if state.ended:
                 self.leases_ended.labels(state.value)
 
-        self.transfers = gauge("transfers", "transfers held now, the history included", ["state"])
-        self.waiting = gauge("transfers_waiting", "transfers that move nothing, by what they wait for", ["waits_for"])
-        self.leases = gauge("leases", "leases held now, those that have ended and are remembered included", ["state"])
-        self.live_readers = gauge("live_readers", "peers that read from a lease now")
-        self.regions = gauge("region_bytes", "registered cache memory", ["ownership"])
-        self.quarantined = gauge("quarantined_bytes", "blocks that a read given up on may still write")
-        self.unfreed = gauge(
-            "unfreed_bytes", "memory of sessions that are over, which could not be freed or may still be written"
-        )
-        self.staging = gauge("staging_bytes", "size of the staging arena")
-        self.staging_used = gauge("staging_used_bytes", "staging slots in use")
-        self.queue_depth = gauge(
-            "queue_depth", "waiting transfers (order or reservation to come) and waits for a staging slot"
-        )
-        self.queue_age = gauge(
-            "queue_oldest_seconds", "age of the oldest transfer whose order or reservation is to come"
-        )
-        self.certificates = gauge(
-            "certificate_expiry_timestamp_seconds", "when a certificate of the tls_* files ends", ["file"]
-        )
-        self.peers = gauge("peers", "peers with a finished handshake")
-        self.peers_failing = gauge("peers_failing", "peers that have not answered since their last failure")
-        self.engines_attached = gauge("engines_attached", "engine ranks with an open session")
-        self.draining = gauge("draining", "1 while the daemon takes no new transfers")
-        self.ready = gauge("ready", "1 while /readyz answers 200")
+        self.gauges = {
+            name: Gauge(name, what, labels, namespace="kvferry", registry=self.registry)
+            for name, what, *labels in GAUGES
+        }
 
     def known(self, peer_engine: str) -> None:
         """A peer is read from here for the first time: what is counted of it begins at 0."""
@@ -186,20 +184,14 @@ class Metrics:
     def order_refused(self, code: str) -> None:
         self.refused.labels(self._code(code)).inc()
 
-    def gauge(self, totals: Totals) -> None:
-        """As things stand now."""
-        for gauge, label, values in (
-            (self.transfers, "state", totals.transfers), (self.waiting, "waits_for", totals.waiting),
-            (self.leases, "state", totals.leases),
-        ):  # fmt: skip
-            for value, number in values.items():
-                gauge.labels(**{label: value}).set(number)
-        self.live_readers.set(totals.live_readers)
-        self.quarantined.set(totals.quarantined_bytes)
-        self.unfreed.set(totals.unfreed_bytes)
-        self.staging.set(totals.staging_bytes)
-        self.staging_used.set(totals.staging_used_bytes)
-        self.queue_depth.set(totals.queue)
+    def gauge(self, values: Mapping[str, float | Mapping[str, float]]) -> None:
+        """As things stand now: by name, and by the label's value where a gauge has one."""
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                for label, number in value.items():
+                    self.gauges[name].labels(label).set(number)
+            else:
+                self.gauges[name].set(value)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) in the format that the scraper's Accept header asks for."""
