@@ -42,7 +42,7 @@ class SglangFleet(Engines):
     sglang_flags: ClassVar[Sequence[str]] = FLAGS
 
     def sglang_environment(self, backend: str, ranks: int) -> dict[str, str]:
-        """Of an engine with so many ranks, of all its stages or DP ranks."""
+        """The variables of an engine with so many ranks, all stages or DP ranks counted."""
         return {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH")))),
             "SGLANG_USE_CPU_ENGINE": "1",

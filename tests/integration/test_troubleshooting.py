@@ -517,7 +517,7 @@ MADE: dict[tuple[str, str], Maker | By] = {
 
 
 async def a_late_publish(at: Place) -> str:
-    """What `explain` says of it: the wait, how long, and what helps."""
+    """The answer of `explain`: the wait, how long, and what helps."""
     reader, source = at.scene.reader, at.scene.source
     await at.scene.moved(f"{at.request_id}-first")
     _, blocks = source.filled(50)
@@ -571,7 +571,7 @@ STEPS: dict[str, tuple[Maker, str] | By] = {
         "integration/test_staged.py", "test_transfers_wait_for_slots_that_a_slow_reader_holds_and_metrics_say_so"
     ),
 }
-"""By how each begins: what is seen of it."""
+"""The beginning of each: what is seen of it."""
 
 
 def test_every_row_of_the_page_is_made_somewhere() -> None:

@@ -1,4 +1,4 @@
-"""What the fleet page costs: a proxy that knows so many pairs of engines, each with two daemons, and pages that look.
+"""The cost of the fleet page: a proxy that knows so many pairs of engines, each with two daemons, and pages that look.
 
     kvferry bench fleet [--pairs 64] [--pages 4]
 

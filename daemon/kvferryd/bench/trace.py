@@ -60,7 +60,7 @@ COLUMNS = (
 
 
 PARTS = ("speed", "publish", *PHASES, "words")
-"""Where a request's time goes, in ms: its publish call, the phases of its record, and what its receive call takes
+"""A request's time by where it goes, in ms: its publish call, the phases of its record, and what its receive call takes
 beyond them."""
 RECORDS = 1000
 
@@ -147,7 +147,7 @@ class Found:
     waited_s: list[float] = field(default_factory=list)
     late_s: list[float] = field(default_factory=list)
     parts_s: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By transfer: of its publish, and of its receive, from the call to its end."""
+    """For each transfer: its publish, and its receive, from the call to its end."""
     under_way: list[int] = field(default_factory=list)
     """At each arrival: how many others were."""
     failed: Counter[str] = field(default_factory=Counter)
