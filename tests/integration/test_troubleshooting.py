@@ -26,9 +26,10 @@ from ranks import HEADS, Blocks, Shape, TestEngine, describe, start_rank
 
 from kvferry.engine import EngineClient, TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.manifest import Component, Manifest
+from kvferry.manifest import Manifest
 from kvferry.router import RouterClient
 from kvferry.schemas import Awaited, OrderBody, SourceBody
+from kvferry.tables import BlockTable
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
@@ -196,7 +197,7 @@ async def same_epoch(at: Place) -> str:
 
 async def no_room_for_it(at: Place) -> str:
     with pytest.raises(KvferryError) as refused:
-        await _source(at, lambda said: said.model_copy(update={"components": _each(said, offset=1 << 30)}))
+        await _described(at, "beyond", _with(offset=1 << 30))
     return refused.value.code
 
 
@@ -258,18 +259,30 @@ async def full(at: Place) -> str:
 # ---- a transfer fails ----
 
 
-async def _source(at: Place, change: Callable[[Manifest], Manifest] = lambda said: said) -> SourceBody:
+Change: TypeAlias = Callable[[Manifest], Manifest]
+
+
+async def _described(
+    at: Place, engine_id: str, change: Change = lambda said: said, shape: Shape = TP1
+) -> tuple[EngineClient, SourceBody]:
     """An engine with a daemon of its own, which describes its cache so."""
     daemon, epoch = await at.own(), uuid.uuid4().hex
-    client = await EngineClient.connect(str(daemon.socket), engine_id="unlike", epoch=epoch, timeout_s=TIMEOUT_S)
+    client = await EngineClient.connect(str(daemon.socket), engine_id=engine_id, epoch=epoch, timeout_s=TIMEOUT_S)
     at.stack.push_async_callback(client.close)
-    region = await client.allocate(TP1.nbytes(0))
-    await client.register(change(describe("unlike", epoch, TP1, 0, region)))
-    return SourceBody(engine_id="unlike", address=daemon.peer)
+    region = await client.allocate(shape.nbytes(0))
+    await client.register(change(describe(engine_id, epoch, shape, 0, region)))
+    return client, SourceBody(engine_id=engine_id, address=daemon.peer)
 
 
-def _each(said: Manifest, **change: object) -> tuple[Component, ...]:
-    return tuple(each.model_copy(update=change) for each in said.components)
+def _with(**change: object) -> Change:
+    """In every component."""
+    return lambda said: said.model_copy(
+        update={"components": tuple(each.model_copy(update=change) for each in said.components)}
+    )
+
+
+OPAQUE = _with(encoding="opaque:test")
+ONE_BLOCK = {"full": BlockTable.of([0]), "state": BlockTable.of([])}
 
 
 async def nobody_listens(at: Place) -> str:
@@ -316,6 +329,39 @@ async def rank_refuses(at: Place) -> str:
         (record,) = await router.transfers(at.request_id, wait_s=TIMEOUT_S)
     assert [share.error.code for share in record.ranks if share.error and share.rank == 1] == ["block_id_out_of_range"]
     return failed.value.code
+
+
+async def a_part_of_a_block(at: Place) -> str:
+    publisher, source = await _described(at, "opaque", OPAQUE)
+    reader, _ = await _described(at, "opaque-too", OPAQUE)
+    await publisher.publish(at.request_id, ONE_BLOCK, 16)
+    with pytest.raises(KvferryError) as refused:
+        await reader.receive(at.request_id, ONE_BLOCK, (0, 7), source=source)
+    return refused.value.code
+
+
+async def rank_dies(at: Place) -> str:
+    daemons = await at.daemons.start("lost", 2)
+    reader = await TestEngine.start("lost", daemons, Shape.tp(2, num_blocks=16))
+    at.stack.push_async_callback(reader.close)
+    await published(at.scene.source, at.request_id)
+    async with RouterClient(daemons[0].url) as router:
+        await router.order(OrderBody(request_id=at.request_id, source=at.scene.source.source(), deadline_ms=5000))
+        await reader.ranks[0].client.receive(at.request_id, reader.take(50).tables(), attempt=reader.next_attempt())
+        daemons[1].process.kill()
+        (record,) = await router.transfers(at.request_id, wait_s=TIMEOUT_S)
+    return await at.kvferry("transfers", "--state", "failed", at=daemons[0]) + str(record.error)
+
+
+async def an_earlier_attempt(at: Place) -> str:
+    (rank,), source = at.scene.reader.ranks, at.scene.source.source()
+    blocks = at.scene.reader.take(50).tables()
+    with pytest.raises(TransferFailed):
+        await rank.client.receive(at.request_id, blocks, source=source, attempt=1 << 20, deadline_s=0.3)
+    await rank.client.quiesced(at.request_id)
+    with pytest.raises(KvferryError) as refused:
+        await rank.client.receive(at.request_id, blocks, source=source, attempt=1)
+    return refused.value.code
 
 
 async def other_weights(at: Place) -> str:
@@ -381,10 +427,34 @@ async def _refused(at: Place, source: SourceBody) -> str:
     return code
 
 
+async def _refused_by(at: Place, reader: EngineClient, here: SourceBody, source: SourceBody) -> str:
+    """The same of another reader. here: where that is."""
+    with pytest.raises(TransferFailed) as failed:
+        await reader.receive(at.request_id, ONE_BLOCK, (0, 16), source=source)
+    (code,) = {each for each in REFUSALS if f"{each}:" in str(failed.value)}
+    return code
+
+
 async def other_encoding(at: Place) -> str:
-    return await _refused(
-        at, await _source(at, lambda said: said.model_copy(update={"components": _each(said, encoding="fp16")}))
-    )
+    return await _refused(at, (await _described(at, "unlike", _with(encoding="fp16")))[1])
+
+
+async def blocks_of_opaque_bytes(at: Place) -> str:
+    _, source = await _described(at, "large", OPAQUE, Shape(block_size=32, num_blocks=8))
+    return await _refused_by(at, *await _described(at, "small", OPAQUE), source)
+
+
+async def other_axes(at: Place) -> str:
+    def turned(said: Manifest) -> Manifest:
+        renamed = {"dim": "width"}
+        axes = {
+            each: tuple(axis.model_copy(update={"name": renamed.get(axis.name, axis.name)}) for axis in each.axes)
+            for each in said.components
+        }
+        parts = tuple(each.model_copy(update={"axes": axes[each]}) for each in said.components)
+        return said.model_copy(update={"components": parts})
+
+    return await _refused(at, (await _described(at, "unlike", turned))[1])
 
 
 async def half_of_the_heads(at: Place) -> str:
@@ -418,7 +488,7 @@ class By:
     needs: str = ""
 
 
-REFUSALS = ("encoding", "dtype", "uncovered")
+REFUSALS = ("encoding", "dtype", "uncovered", "divided", "axes", "group_kind")
 START, READY, ATTACH = "The daemon does not start", "/readyz says no", "The engine cannot attach"
 BEGIN, FAILS, REFUSED = "A transfer does not begin", "A transfer fails", "A pair is refused"
 NOTHING, MEMORY = "A request is answered, and nothing was moved", "Memory is not given back"
@@ -460,16 +530,12 @@ MADE: dict[tuple[str, str], Maker | By] = {
     ),
     (FAILS, "... `is no kvferry peer port`"): rest_port,
     (FAILS, "`proof_failed`"): unproven,
-    (FAILS, "`rank_lost`"): By(
-        "integration/test_leader.py", "test_a_rank_that_is_parted_from_the_leader_goes_on_and_the_leader_is_never_done"
-    ),
+    (FAILS, "`rank_lost`"): rank_dies,
     (FAILS, "`rank_failed`"): rank_refuses,
     (FAILS, "`lease_changed`"): By(
         "integration/test_one_lease.py", "test_ranks_that_read_two_publishes_of_a_request_are_not_done"
     ),
-    (FAILS, "`superseded`, `stale_attempt`"): By(
-        "simulation/test_requests.py", "test_a_higher_attempt_takes_the_place_of_lower_ones_and_of_orders_for_them"
-    ),
+    (FAILS, "`superseded`, `stale_attempt`"): an_earlier_attempt,
     (FAILS, "`peer_lost`"): By(
         "integration/test_lifecycle.py", "test_a_reader_of_a_killed_daemon_fails_cleanly_and_its_blocks_become_safe"
     ),
@@ -478,9 +544,7 @@ MADE: dict[tuple[str, str], Maker | By] = {
     (FAILS, "`other_prompt`"): other_prompt,
     (FAILS, "`other_weights`, `mixed_weights`"): other_weights,
     (FAILS, "`refused`, with `refusals`"): unlike,
-    (FAILS, "`divided`"): By(
-        "integration/test_meaning.py", "test_a_range_that_cuts_a_block_of_what_is_opaque_is_refused_before_a_byte_moves"
-    ),
+    (FAILS, "`divided`"): a_part_of_a_block,
     (FAILS, "`stale_epoch`, `stale_instance`, `engine_taken`"): other_epoch,
     (FAILS, "`deadline`"): late,
     (FAILS, "`way_unavailable`, `cannot_stage`"): impossible_way,
@@ -489,13 +553,9 @@ MADE: dict[tuple[str, str], Maker | By] = {
     ),
     (REFUSED, "`fingerprint`, `total`, `inner_extent`, `missing_component`"): unlike,
     (REFUSED, "`encoding`, `dtype`"): other_encoding,
-    (REFUSED, "`divided`"): By(
-        "unit/test_plan_refusals.py", "test_what_is_opaque_is_moved_between_equal_shares_and_layouts_only"
-    ),
+    (REFUSED, "`divided`"): blocks_of_opaque_bytes,
     (REFUSED, "`uncovered`"): half_of_the_heads,
-    (REFUSED, "`axes`, `group_kind`, `token_shard`"): By(
-        "unit/test_plan_refusals.py", "test_what_differs_is_named_with_both_values"
-    ),
+    (REFUSED, "`axes`, `group_kind`, `token_shard`"): other_axes,
     (NOTHING, "`vllm:kvferry_missed_handovers_total` rises"): By(
         "engines/test_vllm_lives.py", "test_params_that_mean_nothing_are_prefilled_here", "a real vLLM"
     ),
