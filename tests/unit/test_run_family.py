@@ -17,15 +17,18 @@ import pytest
 
 from kvferry.errors import KvferryError
 from kvferryd.run import family
-from kvferryd.run.family import DIES_S
+from kvferryd.run.family import DIES_S, UPGRADES
 
 PLANS = """\
 import os, shutil, signal, sys
 from kvferryd.run.family import guarded
 
 def work(folder):
+    told, tells = os.pipe()
+    os.set_blocking(tells, False)
+    signal.set_wakeup_fd(tells)  # a signal that comes right before the wait ends it
     print(folder, os.getpid(), flush=True)
-    signal.pause()
+    os.read(told, 1)
     return 0
 
 sys.exit(guarded("kvferry-test-", work, lambda folder: shutil.rmtree(folder, ignore_errors=True)))
@@ -51,6 +54,13 @@ def test_a_signal_during_planning_leaves_no_folder(number: signal.Signals) -> No
         first.send_signal(number)
         assert first.wait(30) == 128 + number
         assert not folder.exists()
+
+
+def test_the_first_has_no_handlers_that_a_signal_could_reach_right_before_it_waits() -> None:
+    with planning() as (first, *_):
+        said = dict(line.split(":\t") for line in Path(f"/proc/{first.pid}/status").read_text().splitlines())
+        caught = int(said["SigCgt"], 16)
+        assert not any(caught >> number - 1 & 1 for number in (signal.SIGTERM, signal.SIGHUP, UPGRADES))
 
 
 @pytest.mark.parametrize("which", ["first", "second"])

@@ -70,7 +70,10 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
     handed_on = {*ENDS, UPGRADES}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: the terminal may be closed
         handed_on.remove(signal.SIGHUP)
-    signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
+    # The first takes signals out of the kernel's hand one by one. With handlers one could come right before it waits,
+    # and would be handed on after the wait.
+    taken = {*handed_on, signal.SIGCHLD}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)  # a terminal's Ctrl-C is the first one's to hand on
@@ -81,7 +84,7 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
             for number in handed_on:
                 signal.signal(number, _told)
             signal.signal(UPGRADES, signal.SIG_IGN)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, taken)
             if os.getppid() == first:
                 status = work(folder)
         except Told as told:
@@ -95,13 +98,12 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
                         stream.flush()
             finally:
                 os._exit(status)
-    for number in handed_on:
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
-    while (ended := _ended()) != child:
-        os.waitpid(ended, 0)  # an orphan of ours
+    while not _has_ended(child):
+        if (number := signal.sigwait(taken)) in handed_on:
+            os.kill(child, number)
     for number in handed_on:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # until now its number was its own, for signals
     end(lambda: living(first, spared=others), ORPHANED_S)
     leave(folder)
@@ -126,11 +128,13 @@ def _folder(prefix: str) -> Path:
     return folder
 
 
-def _ended() -> int:
-    """A child that has ended, whose status is still to be taken."""
-    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-    assert ended is not None
-    return ended.si_pid
+def _has_ended(child: int) -> bool:
+    """Its status is still to be taken then; that of orphans of ours is taken."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None:
+        if ended.si_pid == child:
+            return True
+        os.waitpid(ended.si_pid, 0)
+    return False
 
 
 def _told(number: int, frame: FrameType | None) -> None:
