@@ -153,6 +153,34 @@ async def test_a_socket_that_cannot_be_made_again_is_named(tmp_path: Path, file:
         assert refused.value.code == "handover_failed" and str(folder) in str(refused.value)
 
 
+async def test_a_socket_is_made_again_once_what_was_in_its_way_has_gone(tmp_path: Path, file: File) -> None:
+    node = NodeSocket(NodeDir(tmp_path), GPU)
+    path = tmp_path / f"{node.name}{SUFFIX}"
+    async with node.serving():
+        path.unlink()
+        (path / "in the way").mkdir(parents=True)
+        for _ in range(2):
+            with pytest.raises(KvferryError) as refused:
+                node.offer("call", [file])
+            assert "Is a directory" in refused.value.message
+        (path / "in the way").rmdir()
+        path.rmdir()
+        File.close_all(await fetched(tmp_path, node, "call", node.offer("call", [file])))
+    assert not os.listdir(tmp_path)
+
+
+async def test_what_cannot_be_removed_keeps_no_daemon_from_starting(
+    tmp_path: Path, file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with another_kernel(tmp_path, monkeypatch):
+        left = tmp_path / f"{NodeDir(tmp_path).socket_name(GPU)}{SUFFIX}"
+    left.mkdir()
+    node = NodeSocket(NodeDir(tmp_path), GPU)
+    async with node.serving():
+        File.close_all(await fetched(tmp_path, node, "call", node.offer("call", [file])))
+    assert left.is_dir()
+
+
 async def test_peers_give_no_files_and_open_no_pipe(tmp_path: Path, node: NodeSocket, file: File) -> None:
     for call in (hand_over, lambda path, session, _: open_pipe(path, session)):
         with pytest.raises(KvferryError) as refused:

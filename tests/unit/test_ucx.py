@@ -87,4 +87,5 @@ def test_ucx_has_a_way_by_a_route_of_its_interfaces_alone(
     monkeypatch.setattr(ucx, "_lines", lambda path: (V6 if path.endswith("ipv6_route") else V4).splitlines())
     assert ucx.routed([address]) is routed
     assert ucx.routed([]) and ucx.routed(["eth0"]), "no address is told"
-    assert ucx.routed(["192.0.2.1", address]) is routed or devices in ("all", "eth0")
+    assert ucx.routed(["192.0.2.1", address]) is (routed and devices in ("all", "eth0")), "it wants a way to each"
+    assert ucx.routed(["127.0.0.1", address]) is routed, "every host has loopback"

@@ -156,7 +156,8 @@ class Sender(BaseKVSender):
         where the lease may end later: a room that it gives to another request is free on all of them. They hear of ends
         and of requests from it, in its order."""
         self._aborted = True
-        self.kv_mgr.senders.pop(self._room, None)
+        if self.kv_mgr.senders.get(self._room) is self:  # SGLang clears what it has aborted once more
+            del self.kv_mgr.senders[self._room]
 
     def failure_exception(self) -> None:
         """Raises why this failed; on the other ranks, which end with it, that it was another one. SGLang takes their

@@ -67,6 +67,8 @@ class _Place:
             self._made = self.path.stat()
         except BaseException:
             listening.close()
+            if self.made_at != self.path:
+                self.made_at.unlink(missing_ok=True)
             raise
         return listening
 

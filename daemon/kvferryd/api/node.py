@@ -82,5 +82,9 @@ class NodeSocket:
                     continue
 
     def _remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        log.info("removed a dead daemon's socket", path=str(path))
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # another user's, in a folder where each removes only what is its own
+            log.warning("a dead daemon's socket cannot be removed", path=str(path), error=str(error))
+        else:
+            log.info("removed a dead daemon's socket", path=str(path))

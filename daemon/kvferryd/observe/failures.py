@@ -28,7 +28,8 @@ class Failures:
         self._counts[period] = self._counts.get(period, 0) + 1
         if self._last is None or not _lately(int(self._last.at) // PERIOD_S) or self._last.at <= failed.at:
             self._last = failed
-        if failed.transfer_id and failed.engine_id:
+        held = self._of_engines.get(failed.engine_id)
+        if failed.transfer_id and failed.engine_id and (held is None or held.at <= failed.at):
             of_others = (each for each in self.of_engines() if each.engine_id != failed.engine_id)
             self._of_engines = {each.engine_id: each for each in [failed, *of_others][:ENGINES]}
 

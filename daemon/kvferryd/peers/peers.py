@@ -72,7 +72,7 @@ class Peers:
         """Make sure that NIXL here has a way to a reader's agent, where the kernel has none over TCP. UCX ends the
         process that is read by an agent to which it has none: another process tries it. Raises KvferryError:
         `peer_unreachable`, `malformed_metadata`, ..."""
-        if ucx.routed(each.partition(" ")[0] for each in asked.ucx):
+        if await asyncio.to_thread(ucx.routed, [each.partition(" ")[0] for each in asked.ucx]):
             return
         metadata = await asyncio.to_thread(parse, asked.agent_name, asked.agent_connection)
         try:

@@ -73,6 +73,7 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
     # The first takes signals out of the kernel's hand one by one. With handlers one could come right before it waits,
     # and would be handed on after the wait.
     taken = {*handed_on, signal.SIGCHLD}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who has started us may have it ignored
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
     child = os.fork()
     if child == 0:
@@ -87,8 +88,8 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
             signal.pthread_sigmask(signal.SIG_UNBLOCK, taken)
             if os.getppid() == first:
                 status = work(folder)
-        except Told as told:
-            status = told.status
+        except Told as asked:
+            status = asked.status
         finally:
             try:
                 signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
@@ -99,8 +100,8 @@ def guarded(prefix: str, work: Callable[[Path], int], leave: Callable[[Path], No
             finally:
                 os._exit(status)
     while not _has_ended(child):
-        if (number := signal.sigwait(taken)) in handed_on:
-            os.kill(child, number)
+        if (told := signal.sigwait(taken)) != signal.SIGCHLD:
+            os.kill(child, told)
     for number in handed_on:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

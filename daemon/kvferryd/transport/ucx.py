@@ -63,16 +63,17 @@ def listens_at() -> list[str]:
 
 
 def routed(addresses: Iterable[str]) -> bool:
-    """Whether UCX's interfaces have a route to one of these, or none is told: UCX connects to an address of no other
-    kind over TCP, not even where its owner has connected to it. A default route is one. Text that is no address is
-    left out."""
+    """Whether UCX's interfaces have a route to all of these: to an address without one it does not connect over TCP,
+    not even where its owner has connected to it. A default route is one. Loopback, which every host has, counts where
+    nothing else is told. Text that is no address is left out."""
     told = list[ipaddress.IPv4Address | ipaddress.IPv6Address]()
     for each in itertools.islice(addresses, MOST):
         with contextlib.suppress(ValueError):
             told.append(ipaddress.ip_address(each))
     chosen = os.environ.get("UCX_NET_DEVICES", "all").split(",")
     routes = [route for name, route in _routes() if chosen == ["all"] or name in chosen]
-    return not told or any(address in route for address in told for route in routes)
+    told = [address for address in told if not address.is_loopback] or told
+    return all(any(address in route for route in routes) for address in told)
 
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
