@@ -18,6 +18,7 @@ from lives import engine_on, published, reads_from
 from pair import MANY, TOKENS, Pair, half_published, order, prefilled, waits_for
 from ranks import Shape, TestEngine
 
+from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import Awaited, OrderBody, PeerRequest, SourceBody, TransferRecord
 from kvferryd.commands import say
@@ -153,6 +154,43 @@ async def test_a_transfer_links_to_others_that_waited_for_the_same(
         await page.until(f"document.querySelector('#detail h2')?.innerText === {json.dumps(other.request_id)}")
         assert await page.texts("#detail .others a") == [one.request_id]
         assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
+        async with under_way(reader.receive(late := f"{request_id}-late", reader.take(50), source=source.source())):
+            await until(lambda: waits_for(router, late, Awaited.PUBLISH), f"{late} waits for its publish")
+            await published(source, late)
+            await page.until(f"document.querySelector('#detail .others').innerText.includes({json.dumps(late)})")
+
+
+async def test_links_lead_to_what_has_failed_whether_or_not_the_tab_has_loaded_it(
+    chrome: Browser, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (there,), (here,) = await asyncio.gather(daemons.start("there"), daemons.start("here"))
+    source, _ = await engine_on(stack, "source", there)
+    _, router = await engine_on(stack, "reader", here)
+    nobody, first = SourceBody(engine_id="nobody", address="127.0.0.1:9"), f"{request_id}-0"
+    for begin in range(0, 350, 50):
+        orders = [OrderBody(request_id=f"{request_id}-{begin + i}", source=nobody, deadline_ms=1) for i in range(50)]
+        await asyncio.gather(*(router.order(order) for order in orders))
+    (record,) = await router.transfers(first, wait_s=TIMEOUT_S)
+    with pytest.raises(KvferryError):
+        await router.prewarm(PeerRequest(engine_id="nobody", address="127.0.0.1:9"))
+    async with watching(chrome, here, f"#transfer={record.transfer_id}") as page:
+        await page.until(f"document.querySelector('#detail h2')?.innerText === {json.dumps(first)}")
+        await page.value("location.hash = ''")
+        await page.until("document.getElementById('failing').hash.startsWith('#transfer=')")
+        await page.click("#failing")
+        await page.until("document.querySelector('#detail .problem b')?.innerText === 'deadline'")
+        await page.scroll_to("all-peers")
+        await page.until("document.getElementById('unmet').innerText.includes('127.0.0.1:9')")
+        assert await page.value("document.getElementById('no-peers').hidden")
+        assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
+    await published(source, request_id, ttl_s=0.05)
+    async with watching(chrome, there) as page:
+        await page.until(
+            "document.getElementById('failing').innerText === '1 failure in 5 min'", "the lease has expired"
+        )
+        await page.click("#failing")
+        await page.until(f"document.getElementById('leases').innerText.includes({json.dumps(request_id)})")
+        assert await page.value("location.hash") == "#leases"
 
 
 async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(
@@ -191,7 +229,8 @@ async def test_a_row_opens_its_transfer_with_its_ranks_on_a_timeline(
         await until(as_told, "the page tells another phase than the daemon")
         await page.ask("Input.dispatchKeyEvent", type="keyDown", key="Escape")
         await page.until("document.getElementById('detail').hidden")
-    async with watching(chrome, pair.decode.daemons[0], f"#transfer={'0' * 32}") as page:
+    # The daemon is asked, and a browser says in red that it answers 404.
+    async with chrome.page(f"{pair.decode.daemons[0].url}/#transfer={'0' * 32}") as page:
         await page.until("document.getElementById('detail').innerText.includes('does not know')")
 
 

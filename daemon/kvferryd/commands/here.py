@@ -47,7 +47,9 @@ class Here(Record):
     @property
     def well(self) -> bool:
         """Whether it is ready, or idle without a warning, and nothing has failed."""
-        return self.ready is not None and self.state in (Standing.READY, IDLE) and not self.ready.warnings
+        if self.ready is None or (self.totals is not None and self.totals.failed_lately is not None):
+            return False
+        return self.state in (Standing.READY, IDLE) and not self.ready.warnings
 
     @property
     def serves(self) -> bool:
@@ -100,5 +102,7 @@ def _wrong(found: Sequence[Here]) -> Iterator[str]:
     for each in found:
         if each.error is not None:
             yield f"{each.name}: {error_line(each.error)}"
-        if each.ready is not None and each.state != IDLE:
-            yield from (f"{each.name}: {line}" for line in wrong(each.ready, each.totals))
+        if each.ready is not None:
+            reasons = [] if each.state == IDLE else each.ready.reasons  # the lack of an engine is none here
+            ready = each.ready.model_copy(update={"reasons": reasons})
+            yield from (f"{each.name}: {line}" for line in wrong(ready, each.totals))

@@ -12,7 +12,7 @@ const WAITS = {
   publish: "the source engine to publish", fence: "the source engine's fence", slot: "a slot of the own arena", pack: "the source's daemon to pack", rank: "another rank",
 };
 const NAMED = 5;
-let record = null, all = [];
+let record = null, all = [], shown = "";
 
 const mono = (text) => text ? make("code", {}, text) : "";
 const place = (engineId, ...more) => engineId ? make("span", {}, mono(engineId), ...more.filter(Boolean).map((each) => make("small", {}, ` ${each}`))) : "";
@@ -94,12 +94,14 @@ function draw() {
   ];
 }
 
-// The record that is open, or null. `found` is null where the daemon knows it no longer. `known`: all records.
+// The record that is open, or null. `found` is null where the daemon knows it no longer, and undefined while it is asked.
+// `known`: all records.
 export function setDetail(id, found, known = all) {
-  const aside = at("detail"), was = record;
+  const aside = at("detail"), was = record, others = found ? waitedForTheSame(found, known).map((other) => other.transfer_id).join() : "";
   all = known;
-  if (found === record && found && !aside.hidden) return;
-  record = found;
+  if (found === record && found && others === shown && !aside.hidden) return;
+  shown = others;
+  record = found ?? null;
   document.body.classList.toggle("opened", Boolean(id));
   if (!id) {
     aside.hidden = true;
@@ -108,7 +110,7 @@ export function setDetail(id, found, known = all) {
   const close = make("a", { href: "#", class: "close", ariaLabel: "Close" }, "×");
   const focused = aside.contains(document.activeElement) && document.activeElement !== aside;
   const top = aside.scrollTop;
-  aside.replaceChildren(close, ...(record ? draw() : [make("p", { class: "none" }, "The daemon does not know this transfer, or no longer: it keeps the last ones only.")])
+  aside.replaceChildren(close, ...(record ? draw() : [make("p", { class: "none" }, found === undefined ? "Asking the daemon." : "The daemon does not know this transfer, or no longer: it keeps the last ones only.")])
     .filter(Boolean));
   aside.hidden = false;
   aside.scrollTop = was?.transfer_id === record?.transfer_id ? top : 0;

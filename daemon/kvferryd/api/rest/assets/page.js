@@ -34,6 +34,7 @@ function failing(lately) {
   at("failing").hidden = !lately;
   if (!lately) return;
   say("failing", `${plural(lately.failed, "failure")} in 5 min`);
+  at("failing").href = lately.last.transfer_id ? `#transfer=${encodeURIComponent(lately.last.transfer_id)}` : "#leases";
   at("failing").title = `request ${lately.last.request_id}: ${lately.last.error.message}`;
 }
 
@@ -61,10 +62,26 @@ function learn({ transfers, cursor: next, whole }) {
   cursor = next;
 }
 
+// A record that the tab has not loaded, of which a link speaks: its id, and what the daemon answers; null: it has none.
+let asked = "", answered;
+
+function found(id) {
+  if (records.has(id) || !id) return records.get(id) ?? null;
+  if (asked !== id) {
+    [asked, answered] = [id, undefined];
+    ask(`v1/transfers/${encodeURIComponent(id)}`).catch(() => null).then((record) => {
+      if (asked !== id) return;
+      answered = record;
+      route();
+    });
+  }
+  return answered;
+}
+
 function route() {
   const [, name, value] = location.hash.match(/^#(transfer|plan)=(.*)$/) ?? [];
   const id = name === "transfer" ? decodeURIComponent(value) : "";
-  setDetail(id, records.get(id) ?? null, [...records.values()]);
+  setDetail(id, found(id), [...records.values()]);
   if (name === "plan") setPlan(decodeURIComponent(value));
 }
 

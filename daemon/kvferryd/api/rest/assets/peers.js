@@ -48,14 +48,20 @@ function reader(inbound) {
     make("td", { class: "num" }, count(inbound.leases), make("small", {}, " read")), make("td", { class: "num" }, size(inbound.bytes)));
 }
 
-export function setPeers({ peers, lost, inbound }) {
+const named = (engineId, rank) => engineId ? `${engineId} rank ${rank}` : "a daemon that was never met";
+
+export function setPeers({ peers, lost, unmet, inbound, failed }) {
   const all = [...peers, ...lost.map((peer) => ({ ...peer, state: "lost", ways: {} }))];
   const engines = Map.groupBy(all.toSorted((a, b) => a.rank - b.rank), (peer) => `${peer.engine_id}\n${peer.epoch}\n${peer.state === "lost"}`);
   say("peers-said", [peers.length ? `${plural(peers.length, "rank")} to read from` : "", lost.length ? `${count(lost.length)} lost` : "", inbound.length ? `${plural(inbound.length, "rank")} read here` : ""].filter(Boolean).join(", "));
   keyed(at("peers"), [...engines].map(([name, ranks]) => ({ name, ranks })), ({ name }) => name, create, draw);
   at("inbound").hidden = !inbound.length;
   at("inbound").tBodies[0].replaceChildren(...inbound.toSorted((a, b) => a.rank - b.rank).map(reader));
-  at("no-peers").hidden = all.length + inbound.length > 0;
+  at("unmet").replaceChildren(...unmet.map((each) =>
+    make("li", {}, make("b", {}, named(each.engine_id, each.rank)), ` at ${each.address}: ${each.last_error.message}`)));
+  at("failed-peers").replaceChildren(...failed.map((each) => make("li", {}, "The last request that failed to read from ", make("b", {}, each.engine_id), ": ",
+    make("a", { href: `#transfer=${encodeURIComponent(each.transfer_id)}` }, each.request_id), `, ${clock(each.at * 1000)}, ${each.error.code}`)));
+  at("no-peers").hidden = all.length + unmet.length + inbound.length > 0;
 }
 
 export function tickPeers() {

@@ -156,6 +156,7 @@ export function beginTransfers() {
   });
   at("states").append(...Object.keys(SHOWN).map((name) => make("button", { type: "button", value: name, class: name }, name, " ", make("small"))));
   at("failing").addEventListener("click", () => {
+    if (at("failing").hash === "#leases") return;
     at("states").querySelector(".failed").click();
     at("transfers").scrollIntoView();
   });
