@@ -137,10 +137,10 @@ async def test_a_transfer_links_to_others_that_waited_for_the_same(
     source, _ = await engine_on(stack, "source", there)
     reader, router = await engine_on(stack, "reader", here)
     await reads_from(reader, source, f"{request_id}-first")
-    ids = [request_id, f"{request_id}-other"]
-    for each in ids:
+    ids, late = [request_id, f"{request_id}-other"], f"{request_id}-late"
+    for each in (*ids, late):
         await stack.enter_async_context(under_way(reader.receive(each, reader.take(50), source=source.source())))
-    for each in ids:
+    for each in (*ids, late):
         await until(lambda each=each: waits_for(router, each, Awaited.PUBLISH), f"{each} waits for its publish")
     for each in ids:
         await published(source, each)
@@ -154,10 +154,8 @@ async def test_a_transfer_links_to_others_that_waited_for_the_same(
         await page.until(f"document.querySelector('#detail h2')?.innerText === {json.dumps(other.request_id)}")
         assert await page.texts("#detail .others a") == [one.request_id]
         assert await page.value(CLIPPED) == [] and await page.value(CONTRASTS) == []
-        async with under_way(reader.receive(late := f"{request_id}-late", reader.take(50), source=source.source())):
-            await until(lambda: waits_for(router, late, Awaited.PUBLISH), f"{late} waits for its publish")
-            await published(source, late)
-            await page.until(f"document.querySelector('#detail .others').innerText.includes({json.dumps(late)})")
+        await published(source, late)
+        await page.until(f"document.querySelector('#detail .others').innerText.includes({json.dumps(late)})")
 
 
 async def test_links_lead_to_what_has_failed_whether_or_not_the_tab_has_loaded_it(
