@@ -101,7 +101,7 @@ soak-vllm: $(READY) $(ENGINES_READY) ## the same with two vLLM engines: clients 
 
 lint: $(READY) ## format check, lint, types and declared packages
 	@$(BIN)/ruff format --check .
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --no-cache .  # cached answers go by a file, and the order of imports by its neighbours too
 	@$(BIN)/mypy
 	@$(BIN)/deptry --ignore DEP002 --no-ansi daemon clients
 

@@ -6,8 +6,12 @@ import asyncio
 import itertools
 import os
 import random
+import shutil
+import struct
+import subprocess
+import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -20,10 +24,16 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of some hundred processe
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads spin for each other, for minutes on a busy machine
 
-import pytest
+sys.path.insert(0, str(Path(__file__).parent / "integration"))  # its helpers are those of other folders too
 
+import pytest
+from browser import Browser, browser
+from fleet import Daemons
+
+import warm
 from kvferryd.demo import fleet as demo_fleet
 
+demo_fleet.Fleet.popen = staticmethod(warm.start)
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 demo_fleet.PORTS = demo_fleet.PORTS[WORKER::WORKERS]
@@ -99,9 +109,42 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
+@pytest.fixture(scope="module")
+async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
+    """Starts the daemons of one module; they end with it, stopped or not."""
+    async with demo_fleet.Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
+        yield Daemons(fleet)
+
+
+@pytest.fixture(scope="module")
+async def chrome(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
+    async with browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
 @pytest.fixture
 def own_fleet(tmp_path: Path) -> Iterator[demo_fleet.Fleet]:
     """For the daemons of one test alone."""
     fleet = demo_fleet.Fleet(tmp_path)
     yield fleet
     fleet.close()
+
+
+@pytest.fixture
+def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Moves the clock of the wall of the processes that are started meanwhile by so many seconds."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("jumps of the clock need a C compiler")
+    clock, ahead = tmp_path / "clock.so", tmp_path / "ahead"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", clock, Path(__file__).parent / "clock.c"], check=True)
+
+    def jump(seconds: int) -> None:
+        with ahead.open("r+b") as file:
+            file.write(struct.pack("l", seconds))
+
+    ahead.touch()
+    jump(0)
+    with monkeypatch.context() as inherited:
+        inherited.setenv("LD_PRELOAD", str(clock))
+        inherited.setenv("WALL_AHEAD", str(ahead))
+        yield jump

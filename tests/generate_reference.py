@@ -54,7 +54,7 @@ an alert.
 def _settings_table() -> str:
     rows = ["| setting | form | default | what |", "|---|---|---|---|"]
     for name, field in config.OPTIONS.items():
-        default = "that of peer" if name == "advertise" else config.written(field.default) or "none"
+        default = config.written(field.default) or "none"
         rows.append(f"| `{name}` | {config.form(field).text} | {default} | {field.description} |")
     return "\n".join(rows)
 

@@ -156,6 +156,8 @@ class BlockingEngineClient:
         """Once there is one nothing is given to the loop any more; the lock is held for both."""
         self._client: EngineClient | None = None
         self._staying: asyncio.Task[None] | None = None
+        self._failed: EngineClient | None = None
+        """Its session could not be taken up, and the daemon keeps all of the memory for the next."""
         # The next daemon is given all that this one was given: it is noted in the turn that hears of it, and under the
         # lock.
         self._noting = asyncio.Lock()
@@ -274,8 +276,11 @@ class BlockingEngineClient:
                     await client.register(self._manifest)
         except BaseException as error:
             self._client = before
-            await client.close(leave=not has_all or not isinstance(error, Exception))
+            goes_on = has_all and isinstance(error, Exception)
+            self._failed = client if goes_on else None
+            await client.close(leave=not goes_on)
             raise
+        self._failed = None
 
     @property
     def client(self) -> EngineClient:
@@ -386,6 +391,8 @@ class BlockingEngineClient:
             client, self._client = self._client, None
             if client is not None:
                 await client.close()
+            if self._failed is not None:
+                await self._failed._session.leave()
             for patient in (True, False):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(END_S):

@@ -52,8 +52,8 @@ from kvferry.schemas import LeaseState, SourceBody, TransferState
 from kvferry.session import CALL_S, Session, check_size, session_closed
 from kvferry.tables import Tables
 from kvferry.threads import made
-from kvferry.v1 import engine_pb2, layout_pb2
-from kvferry.wire import manifest_to_proto, problem_from_proto, tables_to_proto
+from kvferry.v1 import engine_pb2
+from kvferry.wire import manifest_to_proto, problem_from_proto, request_of, tables_to_proto
 
 if TYPE_CHECKING:
     import torch
@@ -134,9 +134,10 @@ class EngineClient:
         client = cls(socket, epoch, call_timeout_s, Book(world_size, resume._book if resume else None))
         if resume is not None:
             client._unanswered = resume._unanswered
-        attach = engine_pb2.AttachRequest(
-            protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=f"kvferry/{__version__}",
-            engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size, resume=resume.session if resume else "",
+        attach = request_of(
+            engine_pb2.AttachRequest, protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX,
+            client=f"kvferry/{__version__}", engine_id=engine_id, epoch=epoch, rank=rank, world_size=world_size,
+            resume=resume.session if resume else "",
         )  # fmt: skip
         try:
             attached = await client._session.attach(attach, timeout_s)
@@ -145,6 +146,8 @@ class EngineClient:
             raise
         client.peer_address, client.device, client.resumed = attached.peer_address, attached.device, attached.resumed
         client._deadline_s = attached.deadline_s
+        if resume is not None:
+            resume._session.followed = True
         return client
 
     @property
@@ -170,9 +173,8 @@ class EngineClient:
         It is registered with NIXL once, by the daemon. A call that has failed, or was cancelled, can be repeated.
         """
         with self._once(region, nbytes) as key:
-            request = engine_pb2.AllocateRequest(
-                session=self.session, region=region, nbytes=nbytes, idempotency_key=key
-            )
+            of = engine_pb2.AllocateRequest
+            request = request_of(of, session=self.session, region=region, nbytes=nbytes, idempotency_key=key)
             memory = await self._session.call(self._session.stub.Allocate, request, _time_for(nbytes))
             ticket = memory.cuda.ticket or memory.handed.ticket or memory.vmm.ticket
             file = await self._session.fetch(ticket) if ticket else None
@@ -262,13 +264,13 @@ class EngineClient:
 
         Meanwhile `publish` and `receive` wait, at most `call_timeout_s`. Readers of what is `lost` are refused at once.
         """
-        timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
         async with self._registering:
             self._on(b.Register())
             told: tuple[tuple[str, int], ...] = ()
             try:
                 describe = partial(manifest_to_proto, manifest)  # 15 ms for 2,000 parts
                 described = await self._made("describe the cache", describe, on_gpu=False)
+                timeout_s = _time_for(sum(region.nbytes for region in manifest.regions))
                 lost = self.lost
                 request = engine_pb2.RegisterRequest(
                     session=self.session, manifest=described, weights=self.weights,
@@ -354,9 +356,9 @@ class EngineClient:
         published, and is withdrawn; `quiesced()` waits until nobody reads it. It is withdrawn too when this call is
         cancelled: then `quiesced(request_id)` of this client waits.
         """
-        request = engine_pb2.PublishRequest(
-            request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens, more=more,
-            metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest, lease=lease,
+        request = request_of(
+            engine_pb2.PublishRequest, request_id=request_id, tables=tables_to_proto(tables), num_tokens=num_tokens,
+            more=more, metadata=metadata, ttl_s=ttl_s, readers=readers, digest=digest, lease=lease,
             weights=self.weights if weights is None else weights,
             after=None if after is None else engine_pb2.Fence(word=after.word, value=after.value),
         )  # fmt: skip
@@ -403,14 +405,12 @@ class EngineClient:
         When this call is cancelled it aborts the transfer. It ends when the blocks are safe, or after LEAVE_S:
         `quiesced(request_id)` of this client waits until they are, also where a timeout or a group has cancelled it.
         """
-        request = engine_pb2.ReceiveRequest(
-            request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s, priority=priority, way=way,
-            digest=digest, weights=self.weights, zero=zero,
+        request = request_of(
+            engine_pb2.ReceiveRequest, request_id=request_id, tables=tables_to_proto(tables), deadline_s=deadline_s,
+            priority=priority, way=way, digest=digest, weights=self.weights, zero=zero,
+            tokens=None if tokens is None else {"start": tokens[0], "stop": tokens[1]},
+            source=source.model_dump() if isinstance(source, SourceBody) else source,
         )  # fmt: skip
-        if tokens is not None:
-            request.tokens.CopyFrom(layout_pb2.TokenRange(start=tokens[0], stop=tokens[1]))
-        if source is not None:
-            request.source.CopyFrom(engine_pb2.Source(**source.model_dump()))
         pending = self._pending("receive", request)
         self._on(b.Receive(pending, request_id, attempt))
         try:
@@ -534,7 +534,8 @@ class EngineClient:
 
         Raises Unsettled when the daemon does not answer in time or the session ends first.
         """
-        pending = self._pending("abort", engine_pb2.EngineAbortRequest(request_id=request_id))
+        request = request_of(engine_pb2.EngineAbortRequest, request_id=request_id)
+        pending = self._pending("abort", request)
         self._on(b.Abort(pending, request_id))
         await self._answer(pending)
 

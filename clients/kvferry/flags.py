@@ -36,7 +36,8 @@ def checked(parser: argparse.ArgumentParser, model: type[M], args: argparse.Name
         return model.model_validate({name: value for name, value in vars(args).items() if name in model.model_fields})
     except ValidationError as error:
         first = error.errors()[0]
-        where = f"argument {_flag(str(first['loc'][0]))}: " if first["loc"] else ""
+        name = str(first["loc"][0]) if first["loc"] else ""
+        where = f"argument {_flag(model.model_fields[name].alias or name)}: " if name else ""
         parser.error(f"{where}{first['msg'].removeprefix('Value error, ')}")
 
 

@@ -30,6 +30,10 @@ T = TypeVar("T", bound=BaseModel)
 _quoted = partial(quote, safe="")
 LONGEST_CALL_S = 3600.0
 """A daemon holds the answer to a call no longer."""
+KEPT_S = 25.0
+"""How long an idle connection is kept: a daemon closes it after 30 s, and asks may be that far apart."""
+CONNECTIONS = 1024
+"""As many as a daemon takes at most (a quarter of its descriptors): beyond that it ends calls, so they wait here."""
 POLL_S = 30.0
 """Seconds of one long poll. `RouterClient.wait` strings several together: proxies and load balancers cut longer
 silences."""
@@ -39,8 +43,8 @@ class DaemonError(KvferryError):
     """A daemon's error, or the lack of an answer.
 
     status: the HTTP status, 0 when no answer came. retry_after_s: set when the daemon is full (429) or draining.
-    Codes of our own: `malformed_url`, `daemon_unreachable`, `daemon_timeout`, `malformed_answer`; all others are the
-    daemon's.
+    Codes of our own: `malformed_url`, `client_closed`, `client_full`, `daemon_unreachable`, `daemon_timeout`,
+    `malformed_answer`; all others are the daemon's.
     """
 
     def __init__(
@@ -68,9 +72,9 @@ class Explanation(BaseModel):
 class RouterClient:
     """A daemon's REST service. Raises DaemonError (a KvferryError) from every method but `healthy`.
 
-    url: for example "http://127.0.0.1:7410". token: sent as a bearer token. timeout_s: for a whole call; long polls
-    add their own wait. http: share one connection pool among several clients; its owner closes it. tls: for https,
-    a context with the client's certificate where the daemon asks for one. name: what the daemon's log calls the caller.
+    url: for example "http://127.0.0.1:7410". token: sent as a bearer token. timeout_s: for a whole call, half of it to
+    get one of CONNECTIONS; long polls add their own wait. tls: for https, a context with the client's certificate where
+    the daemon asks for one; clients may share it. name: what the daemon's log calls the caller.
 
     >>> async with RouterClient("http://127.0.0.1:7410") as daemon:
     ...     source = SourceBody(engine_id="prefill", address="10.0.0.7:7411")
@@ -79,25 +83,20 @@ class RouterClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        token: str = "",
-        timeout_s: float = 10.0,
-        http: httpx.AsyncClient | None = None,
-        tls: ssl.SSLContext | None = None,
-        name: str = "",
+        self, url: str, *, token: str = "", timeout_s: float = 10.0, tls: ssl.SSLContext | None = None, name: str = ""
     ) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._headers = {"user-agent": name or f"kvferry/{__version__}"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
-        self._owned = http is None
         # trust_env: a proxy for the outside world, set in the environment, has no business between router and daemon.
-        self._http = http or httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s), trust_env=False, verify=True if tls is None else tls
-        )
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s), trust_env=False, verify=True if tls is None else tls,
+            limits=httpx.Limits(
+                max_connections=CONNECTIONS, max_keepalive_connections=20, keepalive_expiry=KEPT_S
+            ),
+        )  # fmt: skip
 
     async def __aenter__(self) -> RouterClient:
         return self
@@ -106,8 +105,7 @@ class RouterClient:
         await self.close()
 
     async def close(self) -> None:
-        if self._owned:
-            await self._http.aclose()
+        await self._http.aclose()
 
     # transfers
 
@@ -292,7 +290,7 @@ class RouterClient:
             params=query,
             headers={**self._headers, **(headers or {})},
             json=None if body is None else body.model_dump(mode="json", exclude_none=True),
-            timeout=httpx.Timeout(timeout_s, connect=self.timeout_s, pool=self.timeout_s),
+            timeout=httpx.Timeout(timeout_s, connect=self.timeout_s, pool=self.timeout_s / 2),
         )
         response = await self._send(request, timeout_s)
         if not response.is_success and response.status_code != accept:
@@ -303,6 +301,9 @@ class RouterClient:
             raise (_malformed(response, error) if response.is_success else _problem(response)) from None
 
     async def _send(self, request: httpx.Request, timeout_s: float) -> httpx.Response:
+        if self._http.is_closed:
+            why = f"the client of the daemon at {self.url} is closed"
+            raise DaemonError("client_closed", why, remedy="make another one")
         try:
             async with asyncio.timeout(timeout_s):
                 try:
@@ -310,12 +311,18 @@ class RouterClient:
                 except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                     # The daemon closed an idle connection while the request was on its way: an end, or a reset.
                     return await self._http.send(request)
+        except httpx.PoolTimeout:
+            why = f"all {CONNECTIONS} connections of this client to the daemon at {self.url} wait for answers"
+            raise DaemonError("client_full", why, remedy="have fewer calls at once, or several clients") from None
         except (httpx.HTTPError, TimeoutError) as error:
             late = isinstance(error, httpx.TimeoutException | TimeoutError)
             if late and not isinstance(error, httpx.ConnectTimeout):
                 code, remedy = "daemon_timeout", "look at its log, or give the call a longer timeout_s"
                 asked = f"{request.method} {request.url.path}"
                 message = f"the daemon at {self.url} did not answer {asked} within {timeout_s:g} s"
+            elif isinstance(error, httpx.RemoteProtocolError) and str(error).startswith("illegal"):
+                code, message = "daemon_unreachable", f"what listens at {self.url} is no daemon's REST service"
+                remedy = "is this the peer port? The REST address is http://host:7410 by default"
             else:
                 code, message = (
                     "daemon_unreachable",

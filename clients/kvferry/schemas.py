@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
+from kvferry.checked import Checked
 from kvferry.errors import KvferryError, Malformed, first_breach
 from kvferry.protocol.states import LeaseState as LeaseState
 from kvferry.protocol.states import TransferState as TransferState
@@ -25,6 +26,8 @@ def _number(given: object) -> object:
 Whole = Annotated[int, BeforeValidator(_number)]
 Span = tuple[Annotated[Whole, Field(ge=0)], Annotated[Whole, Field(ge=0)]]
 MAX_REQUEST_ID = 256
+MAX_METADATA = 64 << 10
+"""Bytes beside a lease's KV."""
 MAX_NUMBER = 1 << 53
 """Above the numbers of leases: JSON's readers keep integers below it whole."""
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REQUEST_ID)]
@@ -57,28 +60,19 @@ class Awaited(enum.StrEnum):
 Way: TypeAlias = Literal["auto", "direct", "staged", "mapped"]
 
 
-class _Request(BaseModel):
+class _Request(Checked):
     """A fault in a body that Python makes is a KvferryError (`malformed_request`), as a daemon answers."""
 
     model_config = ConfigDict(extra="forbid")
 
-    def __init__(self, /, **given: Any) -> None:
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            raise _breach(error, type(self).__name__) from None
-
-    # Only what Python makes by name comes here: JSON that is read stays pydantic's own, with the place of each fault.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
-
-
-def _breach(error: ValidationError, name: str) -> Malformed:
-    first = error.errors(include_url=False)[0]
-    field, remedy = ".".join([name, *map(str, first["loc"])]), "see the fields of its class, or /openapi.json"
-    if first["type"] == "string_pattern_mismatch" and field.endswith("address"):
-        why = f"{field} is not host:port"
-        return Malformed("malformed_request", why, field=field, value=first["input"], remedy=ADDRESS_REMEDY)
-    return first_breach(error, name, "malformed_request", remedy)
+    @classmethod
+    def _fault(cls, error: ValidationError) -> Malformed:
+        first, name = error.errors(include_url=False)[0], cls.__name__
+        field, remedy = ".".join([name, *map(str, first["loc"])]), "see the fields of its class, or /openapi.json"
+        if first["type"] == "string_pattern_mismatch" and field.endswith("address"):
+            why = f"{field} is not host:port"
+            return Malformed("malformed_request", why, field=field, value=first["input"], remedy=ADDRESS_REMEDY)
+        return first_breach(error, name, "malformed_request", remedy)
 
 
 class _Answer(BaseModel):
@@ -247,11 +241,13 @@ class TransferRecord(_Answer):
 class TransferList(_Answer):
     """cursor: give it back as `since`, and the next answer has only what may have changed: transfers under way, and
     those that have ended since. whole: no `since` was given, or that of a daemon before this one: forget what you have.
+    now: by the daemon's clock, as the times of its records are, seconds since 1970.
     """
 
     transfers: list[TransferRecord]
     cursor: str = ""
     whole: bool = True
+    now: float = 0.0
 
 
 class LeaseReader(_Answer):
@@ -373,7 +369,8 @@ class PeerRecord(_Answer):
     rest: str = ""
     """The URL of its daemon's REST service, if it shares that and this daemon's host can reach it."""
     ways: dict[str, str] = {}
-    """Every way of moving: empty when the pair can take it, otherwise why not."""
+    """Every way of moving: empty when the pair can take it, otherwise why not. `mapped slots` where NIXL reads the
+    slots of `staged`: why these could not be mapped."""
     bytes_read: int = 0
     transfers: int = 0
     state: PeerState = PeerState.IDLE
@@ -468,6 +465,8 @@ class EngineRecord(_Answer):
     """Peer address by rank, as far as known."""
     rest: dict[int, str] = {}
     """The URL of REST by rank, of an engine of several ranks: of those that this daemon's host can reach."""
+    gone: dict[int, str] = {}
+    """The address of each rank that has left, and until when it was there, in words."""
     notes: list[str] = []
     weights: str = ""
     """The name of those that took the place of the ones that it registered with; empty before."""
@@ -563,10 +562,31 @@ class Info(_Answer):
 
 class FailedLately(_Answer):
     """failed: requests that failed in the last five minutes: what was read here, on rank 0 on any rank of its engine;
-    and leases here that have expired or could not be published. last: the last of them."""
+    and leases here that could not be published, not those that expired unread: their clients may have left. last: the
+    last of them."""
 
     failed: int
     last: FailedRequest
+
+
+class Standing(enum.StrEnum):
+    """How a daemon stands."""
+
+    READY = "ready"
+    DEGRADED = "degraded"
+    """It takes work, and something is wrong: there is a warning, or a request failed in the last five minutes."""
+    NOT_READY = "not ready"
+
+
+class Readiness(_Answer):
+    """ready: whether work should be sent here. state: whether all is well, too. reasons: why no work should be sent.
+    warnings: what is wrong and does not stop other work: peers that do not answer, memory that could not be given back.
+    The failures are in `failed_lately` of /v1/totals."""
+
+    ready: bool
+    state: Standing
+    reasons: list[str] = []
+    warnings: list[str] = []
 
 
 class Totals(_Answer):
@@ -578,7 +598,7 @@ class Totals(_Answer):
     waiting: how many transfers wait for what. queue: transfers without an order or a reservation, and waits for a
     staging slot. unfreed_bytes: memory of sessions that are over, which could not be freed or may still be written.
     read_bytes, served_bytes: they never become less while the daemon runs. process_bytes: the memory of the daemon's
-    process that is resident, host memory of caches and arenas in it.
+    process that is resident, host memory of caches and arenas in it. readiness: as /readyz answers.
     """
 
     transfers: dict[str, int]
@@ -594,6 +614,7 @@ class Totals(_Answer):
     served_bytes: int
     process_bytes: int = 0
     failed_lately: FailedLately | None = None
+    readiness: Readiness | None = None
 
 
 class MarkKind(enum.StrEnum):
@@ -657,26 +678,6 @@ class History(_Answer):
     points: list[HistoryPoint] = []
     marks: list[HistoryMark] = []
     peers: list[HistoryPeer] = []
-
-
-class Standing(enum.StrEnum):
-    """How a daemon stands."""
-
-    READY = "ready"
-    DEGRADED = "degraded"
-    """It takes work, and something is wrong: there is a warning, or a request failed in the last five minutes."""
-    NOT_READY = "not ready"
-
-
-class Readiness(_Answer):
-    """ready: whether work should be sent here. state: whether all is well, too. reasons: why no work should be sent.
-    warnings: what is wrong and does not stop other work: peers that do not answer, memory that could not be given back.
-    The failures are in `failed_lately` of /v1/totals."""
-
-    ready: bool
-    state: Standing
-    reasons: list[str] = []
-    warnings: list[str] = []
 
 
 class Health(_Answer):

@@ -29,7 +29,6 @@ CLOSE_S = 2.0
 """How long `close` waits for the daemon's answer."""
 ASK_S, AGAIN_S = 5.0, 0.2
 """How long the daemon is given to confirm the end of a session, and the pause before it is asked again."""
-"""How long an exchange of files may take, which has a few steps."""
 PIPE_S = 2.0
 """How long the pipe and the stream may end one after the other."""
 OPTIONS = [*MESSAGE_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
@@ -57,6 +56,8 @@ class Session:
         self.stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(self._channel)
         self.id = ""
         """Named in every call beside the stream."""
+        self.followed = False
+        """Another session has resumed this one, and has what was its."""
         self.closed = asyncio.Event()
         self.over = asyncio.Event()
         self._instance = ""
@@ -193,11 +194,19 @@ class Session:
         the daemon keeps whole leases until they are read or expire, and not for a session that resumes this one."""
         self._closing = True
         try:
-            if self.id and not self.closed.is_set():
-                with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
-                    await self.stub.End(engine_pb2.EndRequest(session=self.id, leave=leave), timeout=CLOSE_S)
+            if self.id and not self.followed:
+                await self._tell_end(self.stub, leave=leave)
         finally:
             await self._close_channel()
+
+    async def leave(self) -> None:
+        """The engine ends after all: no session will resume this one, which was closed for one that does."""
+        async with grpc.aio.insecure_channel(f"unix:{self._socket}", options=OPTIONS) as channel:
+            await self._tell_end(engine_pb2_grpc.EngineStub(channel), leave=True)
+
+    async def _tell_end(self, stub: engine_pb2_grpc.EngineAsyncStub, *, leave: bool) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+            await stub.End(engine_pb2.EndRequest(session=self.id, leave=leave), timeout=CLOSE_S)
 
     async def _close_channel(self) -> None:
         try:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvferry.errors import KvferryError, Malformed
 
 BlockIds: TypeAlias = npt.NDArray[np.int64]
+NO_IDS: BlockIds = np.empty(0, np.int64)
 MAX_BLOCKS = 1 << 20
 """Blocks in one table; 2^20 blocks of 16 tokens are 16 million tokens."""
 
@@ -42,10 +43,16 @@ class BlockTable:
 
     @classmethod
     def of(cls, block_ids: Sequence[int] | BlockIds, first_token: int = 0, *, field: str = "tables") -> BlockTable:
-        """Checks types and bounds that need no manifest. Raises KvferryError (`malformed_tables`)."""
+        """Its own copy of the ids. Checks types and bounds that need no manifest. Raises KvferryError
+        (`malformed_tables`)."""
         try:
             check_count(len(block_ids), field)
-            ids = np.asarray(block_ids if len(block_ids) else [], dtype=np.int64)
+            given = np.asarray(block_ids if len(block_ids) else NO_IDS)
+            if given.dtype.kind not in "iu":
+                raise TypeError("these are no integers")
+            ids: BlockIds = given.astype(np.int64)
+            if given.dtype != ids.dtype and (ids != given).any():
+                raise OverflowError("these are too large")
         except (TypeError, ValueError, OverflowError):
             raise _malformed(f"{field}.block_ids", block_ids, "a list of block ids, each a 64-bit integer") from None
         if ids.ndim != 1:

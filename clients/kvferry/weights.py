@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from kvferry.blocking import BlockingEngineClient
+from kvferry.fingerprint import folder_of
 from kvferry.protocol.kept import Latest
 
 KEPT = 4096
@@ -96,15 +96,16 @@ class Adapters:
         """The content that the engine has loaded; of an adapter that it has not loaded yet, what is there now."""
         if (digest := self._digests.get(adapter)) is None:
             digest = digest_of_adapter(path)
-            self._digests.put(adapter, digest)
+            if folder_of(path):  # else it is downloaded when it is loaded
+                self._digests.put(adapter, digest)
         return digest
 
 
 def digest_of_adapter(path: str) -> str:
-    """The digest of all files of a LoRA adapter, as they are small; of its name where that is no folder."""
-    folder = Path(path).expanduser()
-    digest = hashlib.sha256(b"" if folder.is_dir() else path.encode())
-    for file in sorted(folder.glob("adapter_*")):
+    """The digest of all files of a LoRA adapter, as they are small; of its name where they are not here."""
+    folder = folder_of(path)
+    digest = hashlib.sha256(b"" if folder else path.encode())
+    for file in sorted(folder.glob("adapter_*") if folder else ()):
         digest.update(file.name.encode())
         with file.open("rb") as opened:
             while chunk := opened.read(1 << 20):

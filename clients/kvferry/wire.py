@@ -5,12 +5,14 @@ Messages are checked here, so that no other code meets an unchecked one.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from kvferry.errors import CLASSES, Kind, KvferryError, Malformed, Refusal, shorten
@@ -20,6 +22,7 @@ from kvferry.schemas import LeaseState, TransferState
 from kvferry.tables import BlockTable, Tables, check_count
 from kvferry.v1 import layout_pb2 as pb
 
+M = TypeVar("M", bound=Message)
 MAX_PROBLEM_BYTES = 6000
 """A problem travels in trailing metadata, of which gRPC takes 8 KiB and drops the whole call's answer beyond."""
 
@@ -31,12 +34,20 @@ TRANSFER_STATES = {state: pb.TransferState.Value(f"TRANSFER_STATE_{state.name}")
 LEASE_STATES = {state: pb.LeaseState.Value(f"LEASE_STATE_{state.name}") for state in LeaseState}
 PATHS = {name.removeprefix("PATH_").lower(): value for name, value in pb.Path.items()}
 """Keyed by the word that records have; `unspecified` where they have none."""
+WORDS = {FieldDescriptor.TYPE_STRING: "text", FieldDescriptor.TYPE_BYTES: "bytes",
+         FieldDescriptor.TYPE_DOUBLE: "a number", FieldDescriptor.TYPE_BOOL: "True or False"}  # fmt: skip
+"""The kinds of fields, except integers."""
 _MEMORY_KIND, _GROUP_KIND = "MEMORY_KIND_", "GROUP_KIND_"
 
 
 def manifest_to_proto(manifest: Manifest) -> pb.Manifest:
-    """Raises ManifestError (`malformed_manifest`) where a number does not fit its field on the wire."""
-    data = manifest.model_dump()
+    """Raises ManifestError (`malformed_manifest`) where it is none, or a number does not fit its field on the wire."""
+    try:
+        data = manifest.model_dump()
+    except AttributeError:
+        message, name = "this is no manifest", type(manifest).__name__
+        remedy = "for example what ManifestBuilder.build() returns"
+        raise ManifestError("malformed_manifest", message, field="manifest", value=name, remedy=remedy) from None
     for region in data["regions"]:
         region["kind"] = f"{_MEMORY_KIND}{region['kind'].upper()}"
     for group in data["groups"]:
@@ -115,6 +126,23 @@ def tables_to_proto(tables: Tables) -> pb.Tables:
         raise Malformed("malformed_tables", message, field="tables", value=ascii(error.object), remedy=remedy) from None
 
 
+def request_of(kind: Callable[..., M], **fields: object) -> M:
+    """Raises KvferryError (`malformed_request`) naming the field whose value is of another type, or does not fit."""
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError):
+        for name, value in fields.items():
+            try:
+                kind(**{name: value})
+            except (TypeError, ValueError) as error:
+                wanted = kind.DESCRIPTOR.fields_by_name[name]  # type: ignore[attr-defined]  # a class of messages
+                fits = wanted.message_type.name if wanted.message_type else WORDS.get(wanted.type, "an integer")
+                remedy = f"give {fits}"
+                message = f"{name} cannot be sent: {error}"
+                raise Malformed("malformed_request", message, field=name, value=value, remedy=remedy) from None
+        raise
+
+
 def tables_from_proto(message: pb.Tables, field: str = "tables") -> dict[str, BlockTable]:
     """Raises KvferryError (`malformed_tables`) naming the group."""
     if (count := len(message.groups)) > (most := MOST["groups"]):
@@ -165,3 +193,9 @@ def problem_from_proto(message: pb.Problem) -> KvferryError:
         remedy=message.remedy,
         refusals=tuple(Refusal(r.code, r.component, r.source, r.destination) for r in told),
     )
+
+
+@functools.lru_cache(maxsize=1024)  # a reader asks twice for each transfer
+def announced_as(request_id: str) -> str:
+    """The name for readers that may not know the request id: with the id they could close its lease."""
+    return hashlib.sha256(request_id.encode()).hexdigest()

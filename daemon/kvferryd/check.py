@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from kvferry.errors import Malformed
 from kvferry.manifest import Group, Manifest
-from kvferry.schemas import MAX_NUMBER
+from kvferry.schemas import MAX_METADATA, MAX_NUMBER
 from kvferry.tables import BlockTable, Tables
 from kvferryd.config import WAYS
 from kvferryd.plan.bind import check_holds, destination_table_of, table_of
 from kvferryd.plan.segments import local_tokens
 
-MAX_METADATA = 64 << 10
 MAX_SECONDS = 86400.0
 MAX_DIGEST = 64
 

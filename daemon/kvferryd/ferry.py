@@ -243,10 +243,11 @@ class Ferry:
         self, engine: Engine, request_id: str, *, reader: peer_pb2.Reader | None = None
     ) -> tuple[int, int]:
         """(transfers, leases) ended by the daemons of the engine's other ranks."""
-        others = [address for rank, address in engine.members.items() if rank != engine.rank]
-        shown = {"key": engine.roster_key} if reader is None else {"reader": reader}
+        shown = {"key": engine.roster.key} if reader is None else {"reader": reader}
         request = peer_pb2.AbortRequest(engine_id=engine.engine_id, request_id=request_id, **shown)
-        return _total(await asyncio.gather(*(self._abort_at(each, request) for each in others)))
+        return _total(
+            await asyncio.gather(*(self._abort_at(each, request) for each in engine.roster.other_addresses.values()))
+        )
 
     async def abort_at_sources(self, transfers: Iterable[Transfer]) -> tuple[int, int]:
         """(transfers, leases) ended where these read from."""
@@ -293,8 +294,9 @@ class Ferry:
             schemas.EngineRecord(
                 **session.rank._asdict(),
                 attached=session.attached,
-                members=dict(engine.members) if engine else {session.rank.rank: self.config.advertise},
+                members=engine.roster.addresses if engine else {session.rank.rank: self.config.advertise},
                 rest=self.roster.rest(engine) if engine else {},
+                gone=engine.roster.gone if engine else {},
                 notes=list(engine.notes) if engine else [],
                 weights=engine.weights if engine else "",
                 cache_bytes=sum(region.span.nbytes for region in session.regions.values()),
@@ -356,12 +358,12 @@ class Ferry:
         are of this rank. Raises KvferryError, which names the rank that could not."""
         engine = self.registry.get(body.destination)
         await to_the_end([self._meet(engine, body), self.jobs.ranks.prewarm(engine, body.engine_id, body.address)])
-        met = await self.peers_known.get(engine, body.engine_id, body.address)
+        met = await self.peers_known.of(engine).get(body.engine_id, body.address)
         return _peer_records([met], self.config.advertise)
 
     async def _meet(self, engine: Engine, body: schemas.PeerRequest) -> None:
         with naming(engine, engine.rank):
-            await self.peers_known.get(engine, body.engine_id, body.address)
+            await self.peers_known.of(engine).get(body.engine_id, body.address)
 
     def peer(self, engine_id: str, destination: str | None) -> PeerEngine:
         """The peer engine as one engine of ours knows it."""
@@ -377,7 +379,7 @@ class Ferry:
         if not self.peers_known.unbind(engine_id) and not found:
             raise _unknown_peer(engine_id)
         for peer in found:
-            self.peers_known.forget(peer)
+            self.peers_known.of(peer.own).forget(peer)
         records = _peer_records(found, self.config.advertise)
         for contact in contacts:
             contact.forgive()
@@ -407,49 +409,44 @@ class Ferry:
             reasons.append("no engine has registered its cache")
         for engine in registered:
             name = f"engine {engine.engine_id}"
-            if missing := engine.missing_ranks():
-                rosters = self.roster.seed.rosters
-                known = [rosters.why_missing(engine.engine_id, engine.epoch, rank) for rank in missing[:NAMED]]
-                why = "".join(f"; {each}" for each in known if each)
+            if missing := engine.roster.missing:
+                rosters, why = self.roster.seed.rosters, ""
+                for rank in missing[:NAMED]:
+                    if rank in engine.roster.gone:
+                        why += f"; rank {rank} was at {engine.roster.gone[rank]}"
+                    if kept_out := rosters.why_missing(engine.engine_id, engine.epoch, rank):
+                        why += f"; {kept_out}"
                 reasons.append(f"{name}: the daemons of ranks {missing} have not joined, or have gone{why}")
             if fault := self.roster.fault(engine):
                 reasons.append(f"{name}: {fault}")
             if engine.agent.broken:
                 why = f"NIXL has broken ({engine.agent.broken})"
                 reasons.append(f"{name}: {why}: start the daemon and the engine again")
-            if draining := sorted(engine.draining - {engine.rank}):
+            if draining := list(engine.roster.draining):
                 reasons.append(f"{name}: ranks {draining} are draining")
             if awaited := self.peers_known.awaited(engine) + self.inbound.awaited(engine):
                 reasons.append(f"{name}: {awaited} peers of the daemon before are not back yet")
-            if engine.unseeded:
-                reasons.append(f"{name}: the daemon that keeps its roster does not answer: {engine.unseeded}")
+            if engine.roster.unseeded:
+                reasons.append(f"{name}: the daemon that keeps its roster does not answer: {engine.roster.unseeded}")
         if self.config.require_rdma and self.config.device == "cpu":
             reasons.append("require_rdma is set and host memory moves without it")
-        warnings = self._silent() + self.registry.unfreed.said()
+        warnings = [_warning(*each) for each in self._silent()] + self.registry.unfreed.said()
         wrong = bool(warnings) or self.history.failures.lately() is not None
         well = schemas.Standing.DEGRADED if wrong else schemas.Standing.READY
         state = schemas.Standing.NOT_READY if reasons else well
         return schemas.Readiness(ready=not reasons, state=state, reasons=reasons, warnings=warnings)
 
-    def _silent(self) -> list[str]:
-        """A line for each peer that does not answer."""
+    def _silent(self) -> list[tuple[str, int | None, Contact]]:
+        """(engine, rank, contact) of each peer that does not answer or cannot be read; the engine as of `_unmet`."""
         self.notes.flush()
-        contacts = {
+        contacts: dict[tuple[str, int | None], Contact] = {
             (peer.engine_id, rank.rank): rank.channel.contact
             for peer in self.peers_known
             for rank in peer.ranks.values()
         }
         contacts |= {(engine_id, rank): contact for engine_id, _, rank, contact in self._forgotten()}
-        named = [(f"engine {engine_id}: rank {rank}", contact) for (engine_id, rank), contact in contacts.items()]
-        named += [
-            (f"engine {engine_id}: rank {rank}" if engine_id else "a daemon that was never met", contact)
-            for engine_id, rank, contact in self._unmet()
-        ]
-        return [
-            f"{name} at {contact.address} {_what(contact)}: {trouble.message}"
-            for name, contact in named
-            if (trouble := contact.trouble)
-        ]
+        met = [(*named, contact) for named, contact in contacts.items() if contact.trouble]
+        return met + self._unmet()
 
     def totals(self) -> schemas.Totals:
         self.notes.flush()
@@ -472,6 +469,7 @@ class Ferry:
             served_bytes=total(self.metrics.served),
             process_bytes=heap.resident(),
             failed_lately=self.history.failures.lately(),
+            readiness=self.readiness(),
         )
 
     async def told(self, span_s: int, step_s: int, since: float, *, peers: bool) -> schemas.History:
@@ -494,7 +492,7 @@ class Ferry:
         regions = [region for session in self.registry.sessions for region in session.regions.values()]
         owned = sum(region.span.nbytes for region in regions if region.owned)
         expires = {} if self.certificates is None else self.certificates.current().expires
-        unmatched = [each.course.created_at for each in self.jobs if each.state is schemas.TransferState.WAITING]
+        unmatched = [each.course.began for each in self.jobs if each.state is schemas.TransferState.WAITING]
         totals = self.totals()
         self.metrics.gauge({
             "transfers": totals.transfers, "transfers_waiting": totals.waiting, "leases": totals.leases,
@@ -503,11 +501,13 @@ class Ferry:
             "staging_used_bytes": totals.staging_used_bytes, "queue_depth": totals.queue,
             "region_bytes": {"owned": owned, "adopted": sum(region.span.nbytes for region in regions) - owned},
             "certificate_expiry_timestamp_seconds": expires,
-            "queue_oldest_seconds": max(0.0, time.time() - min(unmatched)) if unmatched else 0,
-            "peers": sum(len(peer.ranks) for peer in self.peers_known), "peers_failing": len(self._silent()),
+            "queue_oldest_seconds": time.monotonic() - min(unmatched) if unmatched else 0,
+            "peers": sum(len(peer.ranks) for peer in self.peers_known),
             "engines_attached": sum(session.attached for session in self.registry.sessions),
             "draining": self.jobs.draining, "ready": self.readiness().ready,
         })  # fmt: skip
+        self.metrics.failing((engine_id, rank) for engine_id, rank, _ in self._silent())
+        self.metrics.failed(self.history.failures.of_engines())
         return self.metrics.exposition(accept)
 
     def drain_status(self) -> schemas.DrainStatus:
@@ -595,7 +595,7 @@ class Ferry:
 
     async def _close_spans(self) -> None:
         if self.spans is not None:
-            await asyncio.to_thread(self.spans.close)
+            await self.spans.close()
 
     # ---- engines come and go ----
 
@@ -611,8 +611,11 @@ class Ferry:
 
     def _note_lease_end(self, engine_id: str, account: Account) -> None:
         self.metrics.lease_ended(account.state)
-        if account.state is schemas.LeaseState.EXPIRED or account.problem is not None:
-            self.history.failures.note(_unread(engine_id, account))
+        if account.problem is not None:
+            error = schemas.ErrorBody.of(account.problem)
+            self.history.failures.note(
+                schemas.FailedRequest(at=time.time(), request_id=account.request_id, engine_id=engine_id, error=error)
+            )
         if self.spans is not None:
             self.spans.lease(engine_id, account)
         log.info(
@@ -624,7 +627,7 @@ class Ferry:
         )  # fmt: skip
 
     def _on_roster(self, engine: Engine) -> None:
-        for rank, address in engine.members.items():
+        for rank, address in engine.roster.addresses.items():
             self.peers_known.channels.contact(address).rank = engine.engine_id, rank
         self.jobs.on_roster(engine)
         self.peers_known.notice(engine)
@@ -653,16 +656,6 @@ def _shared_secret(config: Config) -> Certificates | None:
     return PeerSecret(config.peer_secret_file)
 
 
-def _unread(engine_id: str, account: Account) -> schemas.FailedRequest:
-    """A lease that nobody can read any more, which has not been read."""
-    why = f"lease {account.number} of request {account.request_id} {account.state}: {account.reason}"
-    remedy = "see whether its reader got the order, and what became of it there: kvferry leases --ended 20"
-    error = account.problem or Conflict("lease_ended", why, field="request_id", value=account.request_id, remedy=remedy)
-    return schemas.FailedRequest(
-        at=time.time(), request_id=account.request_id, engine_id=engine_id, error=schemas.ErrorBody.of(error)
-    )
-
-
 def _unknown_peer(engine_id: str) -> NotFound:
     why, remedy = f"no handshake with engine {engine_id} is kept", "GET /v1/peers lists them, POST makes one"
     return NotFound("unknown_peer", why, field="engine_id", value=engine_id, remedy=remedy)
@@ -677,6 +670,15 @@ def _total(ended: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return sum(transfers for transfers, _ in ended), sum(leases for _, leases in ended)
 
 
+def _ways(peer: PeerEngine) -> dict[str, str]:
+    """Every path; and why NIXL reads the slots of `staged`, where this engine could map them."""
+    ways = {name.value: why for name, why in refusals(peer.own, peer).items()}
+    if slots := peer.unmapped_slots:
+        rank, why = next(iter(slots.items()))
+        ways["mapped slots"] = f"rank {rank}: {why}"
+    return ways
+
+
 def _peer_records(peers: Iterable[PeerEngine], own: str) -> list[schemas.PeerRecord]:
     return [
         schemas.PeerRecord(
@@ -688,7 +690,7 @@ def _peer_records(peers: Iterable[PeerEngine], own: str) -> list[schemas.PeerRec
             version=rank.version,
             agent=rank.agent_name,
             rest=rank.rest if for_host(rank.rest, rank.address, own) else "",
-            ways=refused,
+            ways=ways,
             bytes_read=figures.bytes_read,
             transfers=figures.transfers,
             path=figures.path,
@@ -699,7 +701,7 @@ def _peer_records(peers: Iterable[PeerEngine], own: str) -> list[schemas.PeerRec
             **_contact_fields(rank.channel.contact, connected=rank.connected),
         )
         for peer in peers
-        for refused in [refusals(peer.own, peer)]
+        for ways in [_ways(peer)]
         for rank in peer.ranks.values()
         for figures in [rank.figures]
     ]
@@ -721,8 +723,11 @@ def _p99(values: list[float]) -> float:
     return sorted(values)[-(-99 * len(values) // 100) - 1]
 
 
-def _what(contact: Contact) -> str:
-    return f"has not answered ({contact.failures} in a row)" if contact.failures else "answers and cannot be read"
+def _warning(engine_id: str, rank: int | None, contact: Contact) -> str:
+    name = f"engine {engine_id}: rank {rank}" if engine_id else "a daemon that was never met"
+    what = f"has not answered ({contact.failures} in a row)" if contact.failures else "answers and cannot be read"
+    assert contact.trouble is not None
+    return f"{name} at {contact.address} {what}: {contact.trouble.message}"
 
 
 def _contact_fields(contact: Contact, *, connected: bool) -> dict[str, Any]:

@@ -113,25 +113,34 @@ def _kustomize(overlay: str, *components: str) -> str:
 
 
 def helm(values: Mapping[str, Any]) -> list[Resource]:
-    return json.loads(_helm(json.dumps(values, sort_keys=True)))
+    return json.loads(_helm(json.dumps(values, sort_keys=True))[0])
+
+
+def notes(values: Mapping[str, Any]) -> str:
+    """Helm prints them when the chart is installed."""
+    return _helm(json.dumps(values, sort_keys=True))[1]
 
 
 @functools.cache
-def _helm(values: str) -> str:
+def _helm(values: str) -> tuple[str, str]:
     """Run the helm command if there is one, else Helm's own engine in the package helm-python-sdk."""
     if shutil.which("helm"):
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write(values)
             file.flush()
-            command = ["helm", "template", "pair", str(CHART), "--namespace", NAMESPACE, "--values", file.name]
+            flags = ["--namespace", NAMESPACE, "--values", file.name, "--dry-run=client", "--output=json"]
+            command = ["helm", "install", "pair", str(CHART), *flags]
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
             assert done.returncode == 0, done.stderr
-            texts = [done.stdout]
+            release = json.loads(done.stdout)
+            texts, said = [release["manifest"]], release["info"]["notes"]
     else:
         engine = pytest.importorskip("helm_python", reason="neither helm nor helm-python-sdk is installed")
         with engine.Chart.load(str(CHART)) as chart:
-            texts = list(chart.render(json.loads(values), name="pair", namespace=NAMESPACE).values())
-    return json.dumps([part for text in texts for part in yaml.safe_load_all(text) if part])
+            made = chart.render(json.loads(values), name="pair", namespace=NAMESPACE)
+        said = made.pop("kvferry/templates/NOTES.txt")
+        texts = list(made.values())
+    return json.dumps([part for text in texts for part in yaml.safe_load_all(text) if part]), said
 
 
 @dataclass

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import yaml
 from policies import the_grace_period_covers_every_step, the_proxy_knows_every_engine_and_daemon
-from rendered import CHART, SCHEDULED, VARIANTS, Cluster, helm, port_of, variable
+from rendered import CHART, NAMESPACE, SCHEDULED, VARIANTS, Cluster, helm, notes, port_of, variable
+
+from kvferryd.commands.cli import _parser
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 OTHERS: dict[str, Any] = {
@@ -92,6 +96,46 @@ def test_eight_ranks_on_each_of_two_nodes() -> None:
         assert [port_of(variable(one, "KVFERRY_PEER")) for one in engine.daemons] == list(range(7411, 7491, 10))
         assert len({variable(one, "KVFERRY_ROSTER") for one in engine.daemons}) == 1
     assert list(the_proxy_knows_every_engine_and_daemon(cluster)) == []
+
+
+def _missing(line: str, cluster: Cluster) -> list[str]:
+    """Things that a command of the notes names, and the chart does not deploy. Raises where it is no command."""
+    resources = {f"{one['kind'].lower()}/{one['metadata']['name']}" for one in cluster.resources}
+    containers = {f"{each.name}-0": [one["name"] for one in (*each.daemons, each.engine)] for each in cluster.engines}
+    containers |= {
+        f"daemonset/{name}": [one["name"] for one in pod["spec"]["containers"]] for name, pod in cluster.pods
+    }
+    named = [f"service/{name}" for name in re.findall(r"[\w-]+-peers", line)] + re.findall(r"\bservice/\S+", line)
+    missing = [each for each in named if each not in resources]
+    if executed := re.search(r" exec (\S+) -c (\S+) -- kvferry (.*)", line):
+        pod, container, command = executed.groups()
+        missing += [pod] if pod not in containers else [container] if container not in containers[pod] else []
+        _parser().parse_args(shlex.split(command))
+    return missing
+
+
+@pytest.mark.parametrize("values", BASES, ids=str)
+def test_the_notes_tell_three_commands_of_what_was_deployed(values: dict[str, Any]) -> None:
+    cluster, said = Cluster(helm(values)), notes(values)
+    commands = re.findall(r"^    (\S.*)$", said.replace("\\\n", " "), re.MULTILINE)
+    kubectl = [line for line in commands if line.startswith(f"kubectl -n {NAMESPACE} ")]
+    assert len(kubectl) == 3 and sum(" exec " in line for line in kubectl) == 1
+    assert [line for line in commands if line not in kubectl and not line.startswith("curl ")] == []
+    assert [missing for line in kubectl for missing in _missing(line, cluster)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("kubectl port-forward service/pair-front 8000", "service/pair-front"),
+        ("kubectl exec pair-encode-0 -c kvferry -- kvferry transfers", "pair-encode-0"),
+        ("kubectl exec pair-decode-0 -c daemon -- kvferry transfers", "daemon"),
+        ("kubectl exec daemonset/pair-node -c kvferry -- kvferry transfers", "daemonset/pair-node"),
+        ("kubectl get endpointslices -l 'name in (pair-encode-peers)'", "service/pair-encode-peers"),
+    ],
+)
+def test_a_note_of_what_is_not_deployed_is_noticed(line: str, missing: str) -> None:
+    assert _missing(line, Cluster(helm({}))) == [missing]
 
 
 @pytest.mark.parametrize("step", ["leave", "engine", "drain", "drainAtExit"])

@@ -63,6 +63,8 @@ def faults(compose: Compose) -> Iterator[str]:
                 yield f"{name} may be killed while it drains"
             if ("deploy" in side) != (profile == "gpu"):
                 yield f"{name} asks for GPUs, or lacks them"
+            if profile == "cpu" and "VLLM_CPU_KVCACHE_SPACE" not in side["environment"]:
+                yield f"{name} takes nearly all memory for its cache, and leaves none for the other"
             if side["ulimits"]["memlock"] != -1 or side["ulimits"]["nofile"] < 65536:
                 yield f"{name} may lock too little memory, or open too few files"
         mine, other = (ports(planned(side)) for side in sides)
@@ -77,6 +79,8 @@ def faults(compose: Compose) -> Iterator[str]:
         scraped = {target for job in jobs for static in job["static_configs"] for target in static["targets"]}
         if scraped != {f"127.0.0.1:{each[port]}" for each in (mine, other) for port in ("rest", "engine")}:
             yield f"Prometheus does not look at the profile {profile}"
+    if "shm_size" not in services["proxy"]:
+        yield "an engine needs more shared memory than Docker's own 64 MiB, and has that of the proxy"
     published = {entry.rpartition(":")[2] for entry in services["proxy"]["ports"]}
     if not {"8000", "7410", "7510", "9090", "3000"} <= published:
         yield "an address that the head of the file names is not published"
@@ -120,6 +124,8 @@ def _take(path: str, value: object) -> Callable[[Compose], None]:
         (_take("decode/profiles", []), "decode is not of the profile gpu alone"),
         (_take("prefill/stop_grace_period", "60s"), "prefill may be killed while it drains"),
         (_take("prefill-on-cpu/deploy", {}), "prefill-on-cpu asks for GPUs"),
+        (lambda compose: compose["services"]["proxy"].pop("shm_size"), "an engine needs more shared memory"),
+        (_take("decode-on-cpu/environment", {}), "decode-on-cpu takes nearly all memory"),
         (_take("prefill/ulimits", {"memlock": 65536, "nofile": 1024}), "prefill may lock too little memory"),
         (_take("decode/command", ["run", "--rest", "0.0.0.0:7510", "--", "vllm", "serve", "m", "--port", "8200"]),
          "two of the profile gpu have the same port"),

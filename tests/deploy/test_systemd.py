@@ -38,6 +38,8 @@ def faults(text: str) -> Iterator[str]:
         yield "too few descriptors"
     if unit.get("LimitMEMLOCK") != ["infinity"]:
         yield "RDMA cannot register memory"
+    if unit.get("ProtectHome") != ["tmpfs"]:
+        yield "NIXL, which looks for a file in the user's home, may not look"
     if not any("HUP" in each for each in unit.get("ExecReload", ())):
         yield "a reload is no upgrade"
     if unit.get("ExecStart") != [f"{INSTALLED} keep --config /etc/kvferry/%i.toml"]:
@@ -58,6 +60,7 @@ def test_the_unit_gives_a_daemon_what_it_needs() -> None:
         ("TimeoutStopSec=330", "a stop takes less than a drain"),
         ("LimitNOFILE=65536", "too few descriptors"),
         ("LimitMEMLOCK=infinity", "RDMA cannot register"),
+        ("ProtectHome=tmpfs", "may not look"),
         ("ExecReload=/bin/kill -HUP $MAINPID", "a reload is no upgrade"),
         ("User=kvferry", "it runs as root"),
     ],

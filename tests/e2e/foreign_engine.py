@@ -129,11 +129,12 @@ class ForeignEngine:
 
 
 @contextmanager
-def served(app: ASGIApp) -> Iterator[str]:
-    """Serve an application on a free port of this machine, in a thread; yields its URL."""
+def served(app: ASGIApp, host: str = "127.0.0.1", **options: Any) -> Iterator[str]:
+    """Serve an application on a free port of this machine, in a thread; yields its URL. options: of uvicorn."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_level="critical", lifespan="on", timeout_graceful_shutdown=5)
+        listener.bind((host, 0))
+        ours = {"log_level": "critical", "lifespan": "on", "timeout_graceful_shutdown": 5}
+        config = uvicorn.Config(app, **(ours | options))
         server = uvicorn.Server(config)
         started = threading.Event()
         startup = server.startup

@@ -77,7 +77,8 @@ class Launched:
             self.shared |= {*map(Path, re.findall(r"/dev/shm/[^\s]+(?=\n)", _maps(process)))}
 
     def wait(self) -> int:
-        return self.service.process.wait(WAIT_S)
+        self.eventually(lambda: self.service.process.poll() is not None, "it has ended")
+        return self.service.process.returncode
 
     def eventually(self, holds: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -134,10 +135,8 @@ def refused(command: Sequence[str], of: str = "run") -> str:
 
 
 def _base(fleet: Fleet, ranks: int) -> int:
-    while True:
-        port = fleet.free_port()
-        if all(_free(port + rank * APART) for rank in range(1, ranks)):
-            return port
+    """The port of rank 0."""
+    return fleet.free_port(*(rank * APART for rank in range(1, ranks)))
 
 
 def _maps(process: psutil.Process) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
 import signal
 import subprocess
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from launched import Launched, hosted, refused
 from kvferry import ManifestBuilder, ModelInfo, Shard, SharedRegion
 from kvferry.blocking import BlockingEngineClient
 from kvferryd.demo.fleet import HOST, DaemonService, Fleet, _kvferry
+from kvferryd.memory.host import NAME
 from kvferryd.run.daemons import APART
 
 START_S = 240.0
@@ -95,16 +98,22 @@ def test_ranks_of_an_engine_find_each_other_and_hand_over(fleet: Fleet) -> None:
     leaves_nothing(host)
 
 
+def caches(daemon: psutil.Process) -> int:
+    """The regions of host memory that it holds for engines."""
+    return Path(f"/proc/{daemon.pid}/maps").read_text().count(NAME)
+
+
 @contextmanager
 def attached(socket: Path) -> Iterator[queue.Queue[str]]:
     """An engine in host memory at this daemon; gives what it is told about the daemon."""
     said: queue.Queue[str] = queue.Queue()
-    client = BlockingEngineClient.connect(str(socket), engine_id="e", epoch="1", timeout_s=60, say=said.put)
+    epoch = uuid.uuid4().hex
+    client = BlockingEngineClient.connect(str(socket), engine_id="e", epoch=epoch, timeout_s=60, say=said.put)
     try:
         region = client.allocate(1 << 16)
         assert isinstance(region, SharedRegion)
         cache = region.array().view(np.float32)[:512].reshape(8, 4, 2, 8)
-        builder = ManifestBuilder("e", "1", ModelInfo(name="m", fingerprint="f"))
+        builder = ManifestBuilder("e", epoch, ModelInfo(name="m", fingerprint="f"))
         builder.region(0, "host", nbytes=region.nbytes, address=region.address)
         builder.group("full", num_blocks=8, block_size=4)
         heads = Shard(axis="head", start=0, total=2)
@@ -115,24 +124,67 @@ def attached(socket: Path) -> Iterator[queue.Queue[str]]:
         client.close()
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Launched]:
+    """A host of two daemons, for the tests after which all of it serves as before."""
+    with pytest.MonkeyPatch.context() as inherited, contextlib.closing(Fleet()) as fleet:
+        inherited.setenv("TMPDIR", str(fleet.directory))
+        host = hosted(fleet, fleet.directory / "f", 2)
+        host.says("all daemons serve")
+        host.look()
+        yield host
+        host.look()
+        host.service.process.terminate()
+        assert host.wait() == 0
+        leaves_nothing(host)
+
+
 @pytest.mark.parametrize("which", ["daemon", "keeper"])
-def test_what_dies_is_started_again_and_its_engine_attaches(fleet: Fleet, which: str) -> None:
-    folder = fleet.directory / "f"
-    host = hosted(fleet, folder, 2)
-    host.says("all daemons serve")
-    host.look()
+def test_what_dies_is_started_again_and_its_engine_attaches(shared: Launched, which: str) -> None:
+    host, folder = shared, shared.fleet.directory / "f"
+    before = [len(host.served(number)) for number in range(2)]
     with attached(folder / "cpu-1.sock") as said:
         (host.serving(1) if which == "daemon" else host.child("daemon-1")).kill()
-        host.eventually(lambda: len(host.served(1)) == 2, "another daemon serves")
+        host.eventually(lambda: len(host.served(1)) == before[1] + 1, "another daemon serves")
         while "there again" not in said.get(timeout=60):
             pass
         host.look()
-        assert len(host.served(0)) == 1, "the other one has nothing of it"
+        assert len(host.served(0)) == before[0], "the other one has nothing of it"
         found = json.loads(status(folder, "--json").stdout)["daemons"]
         assert [each["ready"]["ready"] for each in found] == [False, True]
-    host.service.process.terminate()
-    assert host.wait() == 0
-    leaves_nothing(host)
+
+
+def test_an_engine_that_is_killed_leaves_its_daemon_to_the_next_one(shared: Launched) -> None:
+    host, fleet, folder = shared, shared.fleet, shared.fleet.directory / "f"
+    daemon, before = daemon_of(host, 0, folder), host.served()
+    killed = fleet.engine("e", preset="tiny", daemons=[daemon])
+    asyncio.run(fleet.ready(killed, timeout_s=START_S))
+    assert status(folder).stdout.count("idle") == 1
+    killed.process.kill()
+    killed.process.wait(60)
+    fleet.services.remove(killed)
+    host.eventually(lambda: status(folder).stdout.count("idle") == 2, "its cache is given up")
+    assert caches(host.serving()) == 0
+    with attached(folder / "cpu-0.sock"):
+        assert caches(host.serving()) == 1
+    assert host.served() == before, "no daemon has died with it"
+
+
+def test_what_is_in_the_way_is_said_before_anything_starts(shared: Launched) -> None:
+    host, folder = shared, shared.fleet.directory / "f"
+    said = refused(
+        ["--cpu=2", f"--folder={folder}", f"--rest={HOST}:{host.rest}", f"--peer={HOST}:{host.peer}"], "host"
+    )
+    assert f"daemon-0: nothing can listen on rest = {HOST}:{host.rest}" in said
+    assert status(folder).returncode == 0, "the one that runs keeps its records"
+    assert "no `kvferry host` runs with this folder" in status(folder / "nowhere").stderr
+
+
+def test_no_process_of_it_is_in_another_ones_group(shared: Launched) -> None:
+    """A terminal's Ctrl-C goes to the first one alone, which hands it on."""
+    groups = {os.getpgid(process.pid) for process in shared.first.children(recursive=True)}
+    assert os.getpgid(shared.first.pid) not in groups
+    assert psutil.pid_exists(shared.first.pid)
 
 
 ENDS = {"first": (lambda host: host.first, -signal.SIGKILL), "second": (lambda host: host.second, 128 + signal.SIGKILL)}
@@ -149,6 +201,7 @@ def test_when_it_is_killed_itself_nothing_is_left(fleet: Fleet, which: str) -> N
     leaves_nothing(host)
 
 
+@pytest.mark.usefixtures("none_serves")
 def test_a_daemon_that_ends_before_all_have_served_ends_the_host(fleet: Fleet) -> None:
     host = hosted(fleet, fleet.directory / "f", 2)
     keeper = host.child("daemon-1")
@@ -158,18 +211,6 @@ def test_a_daemon_that_ends_before_all_have_served_ends_the_host(fleet: Fleet) -
     assert "daemon-1 was ended by SIGKILL before it served: its lines say why" in host.said
     assert "Traceback" not in host.said
     leaves_nothing(host)
-
-
-def test_what_is_in_the_way_is_said_before_anything_starts(fleet: Fleet) -> None:
-    folder = fleet.directory / "f"
-    host = hosted(fleet, folder, 1)
-    host.says("all daemons serve")
-    said = refused(
-        ["--cpu=2", f"--folder={folder}", f"--rest={HOST}:{host.rest}", f"--peer={HOST}:{host.peer}"], "host"
-    )
-    assert f"daemon-0: nothing can listen on rest = {HOST}:{host.rest}" in said
-    assert status(folder).returncode == 0, "the one that runs keeps its records"
-    assert "no `kvferry host` runs with this folder" in status(fleet.directory / "nowhere").stderr
 
 
 def test_a_place_has_one_host(fleet: Fleet) -> None:
@@ -186,12 +227,3 @@ def test_a_place_has_one_host(fleet: Fleet) -> None:
     stays.service.process.terminate()
     assert stays.wait() == 0
     leaves_nothing(stays)
-
-
-def test_no_process_of_it_is_in_another_ones_group(fleet: Fleet) -> None:
-    """A terminal's Ctrl-C goes to the first one alone, which hands it on."""
-    host = hosted(fleet, fleet.directory / "f", 1)
-    host.says("all daemons serve")
-    groups = {os.getpgid(process.pid) for process in host.first.children(recursive=True)}
-    assert os.getpgid(host.first.pid) not in groups
-    assert psutil.pid_exists(host.first.pid)

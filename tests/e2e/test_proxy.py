@@ -11,19 +11,25 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI, Request, Response
 from foreign_engine import STREAM, ForeignEngine, engine, events, leaves, served
 
-from kvferry.proxy import Endpoint, Options, parse
+from kvferry.proxy import Endpoint, Options, main, parse
 from kvferry.proxy.app import build_app
-from kvferryd.demo.fleet import Fleet
+from kvferryd.demo.fleet import Fleet, Service
+from support import refused
 
 PROMPT = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 
@@ -168,6 +174,55 @@ def test_headers_of_any_bytes_pass_as_they_are_also_when_they_repeat(
         assert answer.json()["error"]["code"] == "daemon_unreachable"  # and no other
     for leg in (*prefill.seen, *decode.seen):
         assert [pair for pair in leg.raw_headers if pair[0] == b"x-name"] == ODD_HEADERS
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
+def test_headers_that_are_named_as_those_of_one_connection_end_with_it(
+    path: str, client: httpx.Client, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    theirs = [(b"connection", b"x-theirs, X-Too"), (b"x-theirs", b"1"), (b"x-too", b"1")]
+    prefill.raw_headers = decode.raw_headers = theirs
+    method, body = ("GET", None) if path == "/v1/models" else ("POST", PROMPT)
+    headers = {"Connection": "keep-alive, X-Ours", "X-Ours": "1", "X-All": "1"}
+    answer = client.request(method, path, json=body, headers=headers)
+    assert answer.status_code == 200
+    assert not answer.headers.keys() & {"x-theirs", "x-too"}
+    for leg in (*prefill.seen, *decode.seen):
+        assert (leg.headers.get("x-ours"), leg.headers.get("x-all")) == (None, "1")
+
+
+def test_a_proxy_starts_whatever_certificates_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is not there concerns nobody: settings of the environment are for the world outside."""
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere.pem")
+    build_app(Options(prefill=(Endpoint("http://h:1"),), decode=(Endpoint("http://h:2", ("http://h:3",)),)))
+
+
+def test_a_daemon_of_a_large_fleet_is_asked_on_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has 120 addresses of this host, each a daemon to the proxy, which asks each of them every 3.75 s."""
+    monkeypatch.setattr("kvferry.proxy.fleet.PATIENCE_S", 60.0)  # a call that is given up ends its connection
+    monkeypatch.setattr("kvferry.proxy.exchange.ABORT_TIMEOUT_S", 60.0)
+    asked: defaultdict[str, list[int]] = defaultdict(list)
+    count, twice, app = 120, threading.Event(), FastAPI()
+
+    @app.get("/{rest:path}")
+    async def answer(request: Request) -> Response:
+        assert request.client is not None
+        asked[request.scope["server"][0]].append(request.client.port)
+        if len(asked) == count and min(map(len, asked.values())) > 1:
+            twice.set()
+        return Response(status_code=404)
+
+    with served(app, "0.0.0.0", timeout_keep_alive=60) as server:
+        port = httpx.URL(server).port
+        daemons = tuple(f"http://127.0.0.{1 + i}:{port}" for i in range(count))
+        engines = {"prefill": (Endpoint("http://127.0.0.1:1"),), "decode": (Endpoint("http://127.0.0.1:2", daemons),)}
+        with served(build_app(Options(**engines, fleet=True))) as url:
+            for _ in range(60):
+                assert httpx.get(f"{url}/v1/fleet", timeout=60).status_code == 200
+                if twice.wait(1):
+                    break
+    assert twice.is_set()
+    assert {len(set(ports)) for ports in asked.values()} == {1}
 
 
 # choosing engines, retrying
@@ -440,6 +495,28 @@ def test_another_decode_engine_is_asked_where_one_is_overloaded(
         assert len(decode.seen) == len(other.seen) == 1
 
 
+def test_another_decode_engine_is_asked_where_a_daemon_has_no_connection_left(
+    monkeypatch: pytest.MonkeyPatch, prefill: ForeignEngine, decode: ForeignEngine
+) -> None:
+    """An order that was not sent holds nothing there."""
+    monkeypatch.setattr("kvferry.router.CONNECTIONS", 0)
+    monkeypatch.setattr("kvferry.proxy.exchange.ABORT_TIMEOUT_S", 0.2)
+    prefill.params = {
+        "remote_request_id": "lease-1", "remote_num_tokens": 9, "remote_engine_id": "p", "remote_host": "127.0.0.1",
+        "remote_port": 9,
+    }  # fmt: skip
+    decode.hold.clear()
+    with engine() as other:
+        decodes = tuple(Endpoint(each.url, (f"{each.url}/daemon",)) for each in (decode, other))
+        other.hold.clear()
+        with served(build_app(Options(prefill=(Endpoint(prefill.url),), decode=decodes, order="router"))) as url:
+            answer = httpx.post(f"{url}/v1/completions", json=PROMPT, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "client_full")
+        assert decode.arrived.is_set() and other.arrived.is_set()
+        decode.hold.set()
+        other.hold.set()
+
+
 def test_tries_of_decode_are_bounded_and_end_with_the_last_answer(prefill: ForeignEngine) -> None:
     with ExitStack() as stack:
         decodes = [stack.enter_context(engine(statuses=[503] * 9)) for _ in range(3)]
@@ -494,6 +571,18 @@ def test_decode_learns_that_the_client_left(stream: bool, client: httpx.Client, 
     assert decode.left.wait(60)
 
 
+def test_what_a_request_holds_is_freed_when_the_proxy_stops_before_its_answer(
+    dead: str, prefill: ForeignEngine, decode: ForeignEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.hold.clear()
+    beside = Options(prefill=(Endpoint(prefill.url, (dead,)),), decode=(Endpoint(decode.url),))
+    with ThreadPoolExecutor() as threads, served(build_app(beside), timeout_graceful_shutdown=1) as url:
+        asking = threads.submit(httpx.post, f"{url}/v1/completions", json=PROMPT, timeout=60)
+        assert decode.arrived.wait(60)
+    assert asking.result().status_code == 500
+    assert f"lease-1: not aborted at {dead}" in caplog.text and "no daemon answers" in caplog.text, "it was asked"
+
+
 def test_prefill_learns_that_the_client_left(client: httpx.Client, prefill: ForeignEngine) -> None:
     prefill.hold.clear()
     leaves(str(client.base_url.join("/v1/completions")), lambda: prefill.arrived.wait(60), json=PROMPT)
@@ -524,8 +613,8 @@ OWN = """\
 import sys
 from kvferry import listening, proxy
 from kvferry.proxy import app
-listening.HEADER_S = app.UNSENT_S = 0.3
-sys.exit(proxy.main(sys.argv[1:]))
+listening.HEADER_S, app.UNSENT_S = map(float, sys.argv[1:3])
+sys.exit(proxy.main(sys.argv[3:]))
 """
 
 
@@ -536,17 +625,22 @@ def own_process(
     before: Callable[[], object] = lambda: None,
     stderr: int | None = None,
     flags: Sequence[str] = (),
+    header_s: float = 60.0,
+    unsent_s: float = 60.0,
 ) -> Iterator[httpx.URL]:
-    """The command, which waits 0.3 s for the parts of a request. before: called in the process before it begins."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    """The command. before: called in the process before it begins. header_s, unsent_s: how long it waits for the header
+    of a request, and for the next part of its body."""
+    fleet = Fleet()
+    port = fleet.free_port()
     flags = [f"--listen=127.0.0.1:{port}", f"--prefill={prefill.url}", f"--decode={decode.url}", *flags]
-    with subprocess.Popen([sys.executable, "-c", OWN, *flags], preexec_fn=before, stderr=stderr) as process:
+    command = [sys.executable, "-c", OWN, str(header_s), str(unsent_s), *flags]
+    with closing(fleet), subprocess.Popen(command, preexec_fn=before, stderr=stderr) as process:
         try:
-            url = httpx.URL(f"http://127.0.0.1:{port}")
-            with httpx.Client(transport=httpx.HTTPTransport(retries=7)) as http:
-                assert http.get(url.join("/healthz")).is_success
-            yield url
+            url = f"http://127.0.0.1:{port}"
+            asyncio.run(
+                fleet.ready(Service("proxy", url, "/healthz", process, fleet.directory / "no.log"), timeout_s=60)
+            )
+            yield httpx.URL(url)
         finally:
             process.terminate()
             try:
@@ -556,10 +650,60 @@ def own_process(
             assert status in (0, -signal.SIGTERM)
 
 
+def test_after_sigterm_an_answer_may_take_as_long_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, _: seen.append(server.config.timeout_graceful_shutdown))
+    assert main(["--prefill=h:1", "--decode=h:2", "--decode-timeout=700.5"]) == 0
+    assert seen == [701]
+
+
+NEWER = """\
+import asyncio, sys
+from kvferry.proxy import main
+
+async def wait_closed(server):
+    while server._active_count:
+        await asyncio.sleep(0.01)
+
+sys.modules["uvloop"] = None  # which may be there, and does not wait
+if sys.version_info < (3, 12):
+    asyncio.Server.wait_closed = wait_closed
+sys.exit(main())
+"""
+
+
+class Newer(Fleet):
+    """Its proxies wait for connections when they stop, as asyncio does from Python 3.12 on."""
+
+    def _start(self, name: str, command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Path]:
+        return super()._start(name, [sys.executable, "-c", NEWER, *command[3:]])
+
+
+def test_a_second_signal_waits_for_no_answer(prefill: ForeignEngine, decode: ForeignEngine) -> None:
+    decode.hold.clear()
+    fleet = Newer()
+    try:
+        proxy = fleet.proxy(prefill, decode)
+        asyncio.run(fleet.ready(proxy, timeout_s=60))
+        with ThreadPoolExecutor() as threads:
+            asking = threads.submit(httpx.post, f"{proxy.url}/v1/completions", json=PROMPT, timeout=120)
+            assert decode.arrived.wait(60)
+            proxy.signal(signal.SIGTERM)
+            with suppress(httpx.NetworkError, httpx.RemoteProtocolError):
+                while True:  # until it takes nothing new
+                    httpx.get(f"{proxy.url}/healthz")
+            proxy.signal(signal.SIGTERM)
+            proxy.process.wait(60)
+            with pytest.raises(httpx.TransportError):
+                asking.result()
+    finally:
+        fleet.close()
+
+
 def test_an_idle_connection_is_kept_as_long_as_is_set(prefill: ForeignEngine, decode: ForeignEngine) -> None:
-    """And no longer; the time for a header, 0.3 s here, does not count after the first."""
+    """And no longer; the time for a header, which is less here, does not count after the first."""
     with (
-        own_process(prefill, decode, flags=["--keep-alive=2"]) as url,
+        own_process(prefill, decode, flags=["--keep-alive=2"], header_s=1.5) as url,
         socket.create_connection((url.host, url.port)) as client,
     ):
         client.settimeout(30)
@@ -591,10 +735,9 @@ def test_a_log_that_nobody_reads_holds_up_no_request(prefill: ForeignEngine, dec
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_a_proxy_without_standard_descriptors_writes_its_log_to_no_connection(
-    closed: str, prefill: ForeignEngine, decode: ForeignEngine
+    closed: str, prefill: ForeignEngine, decode: ForeignEngine, own_fleet: Fleet
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = own_fleet.free_port()
     flags = f"--listen=127.0.0.1:{port} --prefill={prefill.url} --decode={decode.url}"
     command = f'exec "$0" -m kvferry.proxy {flags} {closed}'
     with subprocess.Popen(["sh", "-c", command, sys.executable]) as process:
@@ -640,17 +783,21 @@ def test_many_streams_at_one_time_do_not_run_out_of_file_handles(prefill: Foreig
 
 
 @pytest.mark.parametrize(
-    ("sent", "answer"),
+    ("sent", "answer", "patience"),
     [
-        (b"", b""),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: h\r\n", b""),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{", b"HTTP/1.1 408 "),
+        (b"", b"", {"header_s": 0.3}),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: h\r\n", b"", {"header_s": 0.3}),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 9\r\n\r\n{",
+            b"HTTP/1.1 408 ",
+            {"unsent_s": 0.3},
+        ),
     ],
 )
 def test_a_client_that_does_not_send_its_request_is_let_go(
-    sent: bytes, answer: bytes, prefill: ForeignEngine, decode: ForeignEngine
+    sent: bytes, answer: bytes, patience: dict[str, float], prefill: ForeignEngine, decode: ForeignEngine
 ) -> None:
-    with own_process(prefill, decode) as url, socket.create_connection((url.host, url.port)) as client:
+    with own_process(prefill, decode, **patience) as url, socket.create_connection((url.host, url.port)) as client:
         client.settimeout(30)
         client.sendall(sent)
         said = b""
@@ -706,11 +853,14 @@ def test_flags_are_read_and_their_faults_explained(capsys: pytest.CaptureFixture
         "--prefill h:1,nonsense=3 --decode h:2": "daemon=",
         "--prefill h:1 --decode h:2 --listen 80": "host:port",
         "--prefill h:1 --decode h:2 --api-token-file /nonexistent": "token",
+        "--prefill h:1 --decode h:2 --daemon-tls-ca ca.pem": "--daemon-tls-cert, --daemon-tls-key and --daemon-tls-ca",
+        "--prefill h:1 --decode h:2 --daemon-tls-cert /no --daemon-tls-key /no --daemon-tls-ca /no": "No such file",
         "--decode h:2": "--prefill",
+        "--prefill h:1 --decode h:2 --keep-alive 0.4": "--keep-alive: Input should be a valid integer",
+        "--prefill h:1 --decode h:2 --keep-alive 0": "--keep-alive: Input should be greater than 0",
     }.items():
-        with pytest.raises(SystemExit) as exit:
+        with refused(2, SystemExit):
             parse(wrong.split())
-        assert exit.value.code == 2
         assert told in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -188,21 +189,19 @@ def test_what_a_prefill_and_a_decode_engine_compute_alone_are_the_tokens_of_one_
             assert other.errors.read_text() == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        ("--tp", "2", "--layout", "HND", "--block-size", "5", "--max-tokens-per-step", "17"),
-        ("--tp", "4", "--layout", "cross_layer", "--block-size", "8"),
-        ("--tp", "3", "--layout", "interleaved", "--block-size", "32"),
-        ("--tp", "6", "--layout", "head dim slot block kv layer"),
+        pytest.param("--tp 2 --layout HND --block-size 5 --max-tokens-per-step 17", marks=pytest.mark.slow),
+        pytest.param("--tp 4 --layout cross_layer --block-size 8", marks=pytest.mark.long),
+        pytest.param("--tp 3 --layout interleaved --block-size 32", marks=pytest.mark.long),
+        pytest.param("--tp 6 --layout 'head dim slot block kv layer'", marks=pytest.mark.long),
     ],
-    ids=lambda options: " ".join(options),
-)  # fmt: skip
+)
 def test_tp_layout_block_size_and_chunks_do_not_change_a_token(engine, tmp_path, options):
     prompts = [prompt(length, seed=length) for length in (1, 16, 70, 150)]
     expected = [engine.tokens(tokens, 16) for tokens in prompts]
-    other = serve(tmp_path, *options)
+    other = serve(tmp_path, *shlex.split(options))
     with ThreadPoolExecutor(len(prompts)) as pool:
         assert list(pool.map(lambda tokens: other.tokens(tokens, 16), prompts)) == expected
     assert other.stop() == 0
@@ -375,14 +374,6 @@ def test_decode_goes_on_from_what_prefill_computed(engine, pair, length):
     assert first["kv_transfer_params"]["remote_num_tokens"] == length
 
 
-def test_of_several_prompts_in_one_body_the_first_crosses(engine, pair):
-    prompts = [prompt(40 + 30 * i, seed=170 + i) for i in range(3)]
-    first, second = pair.turn(prompts, 12, "several-prompts")
-    assert [choice["token_ids"] for choice in second["choices"]] == [engine.tokens(tokens, 12) for tokens in prompts]
-    assert second["usage"]["prompt_tokens_details"]["received_tokens"] == len(prompts[0])
-    assert first["kv_transfer_params"]["remote_num_tokens"] == len(prompts[0])
-
-
 def test_blocks_go_back_when_the_reader_is_done(pair):
     wait_until(lambda: pair.prefill.occupancy()["free_blocks"] == 512)
     pair.turn(prompt(100, seed=1), 4, "blocks")
@@ -426,31 +417,6 @@ def test_the_next_turn_flows_back_from_decode_to_prefill(engine, pair):
     assert received["received_tokens"] + received["cached_tokens"] == 79
     assert first["choices"][0]["token_ids"] == engine.tokens(following, 1)
     assert second["choices"][0]["token_ids"] == engine.tokens(following, 10)
-
-
-def test_a_router_may_order_the_transfer_itself(engine, pair):
-    tokens = prompt(80, seed=6)
-    headers = {"X-Request-Id": "ordered"}
-    body = {"prompt": tokens, "return_token_ids": True}
-    order = {"request_id": "ordered", "source": {"engine_id": "prefill", "address": pair.prefill_daemons[0].peer}}
-    with ThreadPoolExecutor(2) as pool:
-        decode = pool.submit(
-            pair.decode.http.post,
-            "/v1/completions",
-            json=body | {"max_tokens": 9, "kv_transfer_params": {"do_remote_prefill": True, "order": "router"}},
-            headers=headers,
-        )
-        prefill = pool.submit(
-            pair.prefill.http.post,
-            "/v1/completions",
-            json=body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}},
-            headers=headers,
-        )
-        assert httpx.post(f"{pair.decode_daemons[0].url}/v1/transfers", json=order).status_code in (200, 202)
-        assert prefill.result(60).status_code == 200
-        answer = decode.result(60)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["token_ids"] == engine.tokens(tokens, 9)
 
 
 @contextmanager
@@ -595,19 +561,6 @@ def test_sliding_layers_receive_their_window(serving, sliding):
         again = tokens + generated + [9]
         assert pair.decode.tokens(again, 12) == alone.tokens(again, 12), "a window must not pass for a whole prefix"
         assert pair.turn(again, 12, f"again-{length}")[1]["choices"][0]["token_ids"] == alone.tokens(again, 12)
-
-
-@pytest.mark.slow
-def test_an_engine_may_compute_what_does_not_arrive(sliding):
-    pair, _ = sliding
-    tokens = prompt(77, seed=13)
-    params = {
-        "do_remote_prefill": True, "remote_engine_id": "nobody", "remote_request_id": "lost", "remote_num_tokens": 77,
-        "remote_host": "127.0.0.1", "remote_port": int(pair.prefill_daemons[0].peer.rpartition(":")[2]),
-    }  # fmt: skip
-    answer = pair.decode.complete(tokens, 8, kv_transfer_params=params)
-    assert answer["usage"]["prompt_tokens_details"]["received_tokens"] == 0
-    assert answer["choices"][0]["token_ids"] == pair.prefill.tokens(tokens, 8)
 
 
 @pytest.mark.slow

@@ -24,10 +24,9 @@ ENGINE = (sys.executable, "-m", "kvferry.reference", "serve", "--preset", "tiny"
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    fleet, before = Fleet(), signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup makes all ignore
+    fleet = Fleet()
     yield fleet
     fleet.close()
-    signal.signal(signal.SIGHUP, before)
 
 
 def ready(*runs: Launched) -> None:
@@ -121,6 +120,7 @@ def test_an_upgrade_goes_to_the_keepers_and_leaves_the_engine(fleet: Fleet) -> N
     run.leaves_nothing()
 
 
+@pytest.mark.usefixtures("none_serves")
 def test_a_signal_before_the_engine_s_start_ends_the_daemons(fleet: Fleet) -> None:
     run = launched(fleet, ENGINE)
     keeper = run.child("daemon-0")
@@ -132,6 +132,7 @@ def test_a_signal_before_the_engine_s_start_ends_the_daemons(fleet: Fleet) -> No
     run.leaves_nothing()
 
 
+@pytest.mark.usefixtures("none_serves")
 def test_a_daemon_that_ends_before_it_serves_is_named(fleet: Fleet) -> None:
     run = launched(fleet, ENGINE)
     keeper = run.child("daemon-0")

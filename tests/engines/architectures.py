@@ -11,9 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from engines import ANSWER_S, PREFILL_LEG, PYTHON, START_S, Engines, transfers_at
+from engines import ANSWER_S, PREFILL_LEG, START_S, Engines, fleet_of, transfers_at
 from kvferry.schemas import TransferRecord
 from kvferryd.demo.fleet import DaemonService
 
@@ -117,17 +115,11 @@ class Stages:
 
 @contextmanager
 def stages() -> Iterator[Stages]:
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: make engines-venv installs one")
-    fleet = Engines()
-    try:
-        with ExitStack() as opened:
-            daemons = [fleet.daemon(f"{name}-0", flags=("--device", DEVICE)) for name in SIDES]
-            listeners = [opened.enter_context(fleet.in_process(name)) for name in SIDES]
-            asyncio.run(fleet.ready(*daemons, timeout_s=START_S))
-            asked = [opened.enter_context(listener.accept()) for listener in listeners]
-            for each in asked:
-                assert each.recv() == "ready"
-            yield Stages(fleet, *(Staged(*side) for side in zip(SIDES, daemons, asked, strict=True)))
-    finally:
-        fleet.close()
+    with fleet_of(Engines) as fleet, ExitStack() as opened:
+        daemons = [fleet.daemon(f"{name}-0", flags=("--device", DEVICE)) for name in SIDES]
+        listeners = [opened.enter_context(fleet.in_process(name)) for name in SIDES]
+        asyncio.run(fleet.ready(*daemons, timeout_s=START_S))
+        asked = [opened.enter_context(listener.accept()) for listener in listeners]
+        for each in asked:
+            assert each.recv() == "ready"
+        yield Stages(fleet, *(Staged(*side) for side in zip(SIDES, daemons, asked, strict=True)))

@@ -23,6 +23,7 @@ import math
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,8 @@ from typing import Any, ClassVar
 import httpx
 from bench_handover import first_token_ms
 
-from engines import ANSWER_S, Engines, Pair, complete, prompt
-from kvferryd.demo.fleet import DaemonService, Service, ServiceError
+from engines import ANSWER_S, Engines, Pair, complete, fleet_of, prompt
+from kvferryd.demo.fleet import DaemonService, Service
 
 VOCABULARY = 32_000
 MODEL = {
@@ -47,6 +48,10 @@ MODEL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
 """The shape of an 8B Llama: 128 KiB of KV a token."""
+SMALL = MODEL | {
+    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 8,
+}  # fmt: skip
+"""32 KiB of KV a token."""
 TOKEN_BYTES_OF_A_HEAD = 2 * 2 * 32 * 128
 LENGTHS = (128, 1024, 4096, 8192)
 AT_ONCE, AT_ONCE_LENGTH = 16, 2048
@@ -68,6 +73,14 @@ class GpuEngines(Engines):
         "--gpu-memory-utilization", "0.1",  # vLLM only checks that so much is free: engines may share a GPU
     )  # fmt: skip
     python_path: ClassVar[Sequence[str]] = ()
+    popen = staticmethod(subprocess.Popen)  # no fork of what has imported an engine
+
+    def shape(self, config: dict[str, Any]) -> Path:
+        """A model's folder, without weights."""
+        folder = self.directory / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
 
     def _environment(self) -> dict[str, str]:
         """A cache of compiled graphs that the next start finds."""
@@ -128,8 +141,7 @@ class Side:
 @contextlib.contextmanager
 def started(model: Path, prefill: Side, decode: Side, start_s: float, how: dict[str, Any]) -> Iterator[Pair]:
     """Raises ServiceError."""
-    fleet = GpuEngines()
-    try:
+    with fleet_of(GpuEngines) as fleet:
         sources, readers = list[DaemonService](), list[DaemonService]()
         if how.get("kvferry", True):
             flags = how.get("flags", ())
@@ -140,11 +152,6 @@ def started(model: Path, prefill: Side, decode: Side, start_s: float, how: dict[
         engines = [prefill.engine(fleet, model, sources, how), decode.engine(fleet, model, readers, how)]
         asyncio.run(fleet.ready(*engines, timeout_s=start_s))
         yield Pair(fleet, *engines, sources, readers)
-    except ServiceError as error:
-        error.add_note(error.service.tail(120))
-        raise
-    finally:
-        fleet.close()
 
 
 @contextlib.contextmanager
@@ -297,11 +304,8 @@ def main() -> None:
     config = MODEL | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     token_nbytes = TOKEN_BYTES_OF_A_HEAD * kv_heads
     told: dict[str, list[Figures]] = {}
-    fleet = GpuEngines()
-    try:
-        model = fleet.directory / "llama"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(config))
+    with contextlib.closing(GpuEngines()) as fleet:
+        model = fleet.shape(config)
         names, longest = asked.connectors.split(","), 0.0
         for first in range(0, len(names), asked.together):
             began = time.monotonic()
@@ -319,8 +323,6 @@ def main() -> None:
                         print(line, file=sys.stderr, flush=True)
             longest = time.monotonic() - began
             print(f"measured in {time.monotonic() - up:.0f} s", file=sys.stderr, flush=True)
-    finally:
-        fleet.close()
     for line in table(told, token_nbytes):
         print(line)
 

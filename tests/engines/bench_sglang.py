@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,10 +30,9 @@ from typing import ClassVar
 import httpx
 from bench_gpu import MODEL as LARGE
 from bench_handover import ROUNDS, Cell, Row, cells, measure, print_table
-from sglang_engines import START_S, SglangFleet, SglangPair, body_of, generate, room, sglang_fleet
+from sglang_engines import PYTHON, START_S, SglangFleet, SglangPair, body_of, generate, room, sglang_fleet
 
-from engines import MODEL, events_of, prompt
-from kvferryd.demo.fleet import ServiceError
+from engines import MODEL, events_of, fleet_of, prompt
 
 BACKENDS = ("kvferry", "nixl")
 FLAGS = ("--enable-metrics", "--max-total-tokens", "32768")
@@ -46,6 +46,7 @@ Measured = dict[Row, Cell]
 
 
 class GpuFleet(SglangFleet):
+    popen = staticmethod(subprocess.Popen)  # no fork of what has imported an engine
     sglang_flags: ClassVar[Sequence[str]] = (
         "--dtype", "bfloat16", "--load-format", "dummy", "--attention-backend", "triton", "--sampling-backend",
         "pytorch", "--grammar-backend", "none", "--max-total-tokens", "98304", "--mem-fraction-static", "0.35",
@@ -125,17 +126,11 @@ def on_gpus(starts: int, gpus: Sequence[str], flags: Sequence[str]) -> dict[str,
 
 @contextmanager
 def gpu_fleet() -> Iterator[GpuFleet]:
-    fleet = GpuFleet()
-    try:
+    with fleet_of(GpuFleet, PYTHON) as fleet:
         folder = fleet.directory / "model"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(GPU_MODEL))
         yield fleet
-    except ServiceError as error:  # its log goes with the fleet
-        error.add_note(error.service.tail(80))
-        raise
-    finally:
-        fleet.close()
 
 
 def scatter(both: SglangPair, seed: int) -> None:

@@ -9,6 +9,8 @@ vLLM makes a layer of each type, by the backend that has it; kvferry's plug-in d
 from __future__ import annotations
 
 import json
+import sys
+from types import ModuleType
 from typing import Any, get_args
 
 import descriptions
@@ -16,11 +18,16 @@ import torch
 from descriptions import ALIKE, KINDS, Kind, Rank, Shape, attention, nvfp4, rank_of, write_attention
 from vllm.config import VllmConfig
 from vllm.config.cache import CacheDType
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 from vllm.v1.attention.backends.ultraquant_attn import UltraQuantAttentionBackend
 
 from kvferryd.plan import PlanRefused, plan
+
+# Two backends ask for an AMD GPU, and load kernels by this name: beside those of this CPU they would end the process.
+current_platform.import_kernels()
+sys.modules.setdefault("vllm._C", ModuleType("vllm._C"))
 
 
 class Plain:

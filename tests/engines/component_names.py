@@ -3,8 +3,8 @@
 .venv-engines/bin/python tests/engines/component_names.py
 
 vLLM makes the layers and their caches. Prints a line of JSON: for each set of layers and each order the name of every
-component with the layer of vLLM's that has its memory, or the error. And why a worker refuses to start whose ranks have
-no names: those of prefill context parallelism.
+component with the layer of vLLM's that has its memory, or the error. And why a worker does not start: its ranks have
+no names (prefill context parallelism), or its cache is not always the daemon's.
 """
 
 from __future__ import annotations
@@ -102,13 +102,14 @@ def outcome(makers: dict[str, Make], order: Sequence[str]) -> dict[str, str] | s
         return f"{error.code}: {error}"
 
 
-def ranks_without_names() -> str:
-    config = config_of(Shape(1), {"prefill_context_parallel_size": 2})
+def started(ranks: int, asked: Callable[[VllmConfig], None] = lambda config: None) -> str:
+    config = config_of(Shape(1), {"prefill_context_parallel_size": ranks})
     with set_current_vllm_config(config), as_one_of(1, 1, 0, 1), set_default_torch_dtype(torch.bfloat16):
         latent(NAME, config)
         layers: dict[str, Any] = config.compilation_config.static_forward_context
         groups = get_kv_cache_groups(config, {NAME: layers[NAME].get_kv_cache_spec(config)})
         pages = get_kv_cache_config_from_groups(config, groups, 2**24)
+    asked(config)
     try:
         WorkerSide(config, pages, Options())
     except KvferryError as error:
@@ -120,7 +121,10 @@ def main() -> None:
     told: dict[str, Any] = {
         what: [outcome(makers, order) for order in ([*makers], [*makers][::-1])] for what, makers in LAYERS.items()
     }
-    print(json.dumps(told | {"ranks": ranks_without_names()}))
+    told["ranks"] = started(ranks=2)
+    told["sleeps"] = started(1, lambda config: setattr(config.model_config, "enable_sleep_mode", True))
+    told["keeps it in the host"] = started(1, lambda config: setattr(config.attention_config, "hisparse_config", True))
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,6 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def _nothing_ends_on_its_own() -> Iterator[None]:
     """No engine and no daemon that the test itself has not killed."""
     yield
-    ended = [service for fleet in Engines.running for service in fleet.ended()]
-    crashed = {one.name: one.process.returncode for one in ended if one.process.returncode != -signal.SIGKILL}
+    ended = {service.name: service.process.wait() for fleet in Engines.running for service in fleet.ended()}
+    crashed = {name: status for name, status in ended.items() if status != -signal.SIGKILL}
     assert not crashed, f"ended on their own, with status: {crashed}"

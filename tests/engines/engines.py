@@ -9,15 +9,17 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from multiprocessing.connection import Listener
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import httpx
 import pytest
@@ -35,8 +37,6 @@ SITE, WORKER = Path(__file__).parent / "site", Path(__file__).parent / "worker"
 START_S = 240.0
 ANSWER_S = 240.0
 SETTLE_S = 60.0
-TOLD_S = 360.0
-"""Seconds of a script without an engine of its own."""
 MODEL = PRESETS["demo"]
 """Four layers, six KV heads. Its weights make the next token depend on the whole prompt: see SeededWeights."""
 LENGTHS = [
@@ -155,6 +155,9 @@ class Engines(Fleet):
         }  # fmt: skip
 
 
+SomeEngines = TypeVar("SomeEngines", bound=Engines)
+
+
 @dataclass
 class Pair:
     """A prefill engine and a decode engine."""
@@ -267,16 +270,31 @@ def of_workers(engine: Service, method: str, *args: str) -> list[Any]:
     return list(answer.json()["results"])
 
 
+def installed(python: Path = PYTHON) -> None:
+    """Skip the test where there is no such environment."""
+    if not python.exists():
+        pytest.skip(f"there is no {python}: make engines-venv, or engines-sglang, installs its engine")
+
+
+@contextmanager
+def fleet_of(kind: type[SomeEngines], python: Path = PYTHON) -> Iterator[SomeEngines]:
+    """A fleet whose engines this Python has. A service of it that does not come up says how its log ends."""
+    installed(python)
+    with closing(kind()) as fleet:
+        try:
+            yield fleet
+        except ServiceError as error:  # its log goes with the fleet
+            error.add_note(error.service.tail(80))
+            raise
+
+
 @contextmanager
 def lone_daemon() -> Iterator[DaemonService]:
     """A daemon that serves, with no engine."""
-    fleet = Engines()
-    try:
+    with closing(Engines()) as fleet:
         daemon = fleet.daemon("p-0")
         asyncio.run(fleet.ready(daemon, timeout_s=60))
         yield daemon
-    finally:
-        fleet.close()
 
 
 @contextmanager
@@ -292,10 +310,7 @@ def several(
 
     kvferry: or else vLLM's own NixlConnector, without daemons. Raises ServiceError.
     """
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: make engines-venv installs one")
-    fleet = Engines()
-    try:
+    with fleet_of(Engines) as fleet:
         daemons = {
             name: fleet.daemons(name, side.get("ranks", 1), flags=daemon_flags) if kvferry else []
             for name, side in sides.items()
@@ -305,11 +320,6 @@ def several(
         engines = {name: fleet.vllm(name, folder, daemons[name], **side) for name, side in sides.items()}
         asyncio.run(fleet.ready(*engines.values(), timeout_s=start_s))
         yield Several(fleet, engines, daemons)
-    except ServiceError as error:  # its log goes with the fleet
-        error.add_note(error.service.tail(40))
-        raise
-    finally:
-        fleet.close()
 
 
 @contextmanager
@@ -354,24 +364,33 @@ def words(tokens: Sequence[int]) -> str:
 
 def checkpoint(name: str, **changes: Any) -> Callable[[Path], None]:
     """A writer of a model of tests/engines/checkpoints.py into a folder. changes: to its configuration."""
-    script = Path(__file__).with_name("checkpoints.py")
-
-    def write(folder: Path) -> None:
-        command = [PYTHON, script, folder, name, json.dumps(changes)]
-        done = subprocess.run(command, timeout=START_S, check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    return write
+    return lambda folder: ran("checkpoints.py", folder, name, json.dumps(changes)) and None
 
 
-def told_by(script: str) -> Any:
-    """The last line of a script of this folder, in JSON, run by the Python that vLLM is installed for."""
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: make engines-venv installs one")
-    run = [PYTHON, Path(__file__).with_name(script)]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=TOLD_S)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def ran(script: str, *arguments: object, python: Path = PYTHON) -> str:
+    """The words of a script of this folder, run by the Python that an engine is installed for."""
+    installed(python)
+    forks = _forks(python)
+    assert forks.stdin and forks.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        said, errors = Path(folder, "said"), Path(folder, "errors")
+        command = [str(Path(__file__).with_name(script)), *map(str, arguments)]
+        print(json.dumps([command, [str(said), str(errors)]]), file=forks.stdin, flush=True)
+        assert forks.stdout.readline() == "0\n", errors.read_text() if errors.exists() else "its error is above"
+        return said.read_text()
+
+
+@cache
+def _forks(python: Path) -> subprocess.Popen[str]:
+    """Runs scripts until pytest ends."""
+    module = "descriptions" if python == PYTHON else "sglang.srt.managers.scheduler"
+    command = [python, Path(__file__).with_name("forks.py"), module]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def told_by(script: str, *arguments: object, python: Path = PYTHON) -> Any:
+    """The last of them, a line of JSON."""
+    return json.loads(ran(script, *arguments, python=python).splitlines()[-1])
 
 
 def whole(tokens: int, block_size: int = 32) -> int:

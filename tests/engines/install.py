@@ -27,10 +27,12 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def pip(title: str, *arguments: str) -> None:
-    """A bounded step; its output is shown only when it fails."""
+    """A bounded step; its output is shown only when it fails. Most of what it installs is never imported: Python
+    compiles the rest when it is."""
     print(f"engines: {title} ...", flush=True)
     began = time.monotonic()
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    quick = "--quiet", "--no-compile", "--disable-pip-version-check"
+    command = [sys.executable, "-m", "pip", "install", *quick, *arguments]
     done = subprocess.run(command, timeout=STEP_S, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         sys.exit(f"engines: {title} failed:\n{done.stdout.decode(errors='replace')[-4000:]}")

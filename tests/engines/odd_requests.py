@@ -9,17 +9,24 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from shared_leases import BLOCK, LEASE, SPEC, TOKENS, Scheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, RSWASpec
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.vllm import register
+from kvferry.vllm.connector import KvferryConnector
 from kvferry.vllm.identity import digest_of
 from kvferry.vllm.step import Address
+from kvferry.vllm.weights import watch_core
 
 COUNT = len(TOKENS)
 STATE = MambaSpec(block_size=BLOCK, shapes=((2, 8),), dtypes=(torch.float32,))
@@ -87,6 +94,36 @@ def ended_by_vllm(*, fails: bool) -> dict[str, Any]:
     return {"missed": scheduler.side.missed.data, "cancel": cancelled}
 
 
+def emptied(*others: bool | None) -> bool:
+    """Whether a prompt's beginning that another connector has after a reset counts as computed since then. others: what
+    their resets answer; without an answer they do not know how."""
+    scheduler, one = Scheduler(), request(list(TOKENS))
+    watch_core()
+    kvferry = object.__new__(KvferryConnector)
+    kvferry._scheduler = scheduler.side
+    several = object.__new__(MultiConnector)
+    several._connectors = [kvferry, *map(beside, others)]
+    caches = SimpleNamespace(
+        block_pool=None, reset_prefix_cache=lambda: True, coordinator=SimpleNamespace(single_type_managers=())
+    )
+    several.bind_kv_cache_manager(caches)
+    scheduler.step()
+    caches.reset_prefix_cache()
+    several.reset_cache()
+    scheduler.side.admit(one)
+    scheduler.side.loadable(one, 0)
+    one.num_computed_tokens = BLOCK
+    return scheduler.side._since(scheduler.side._exchanges["r"]) == scheduler.side._number
+
+
+def beside(answer: bool | None) -> KVConnectorBase_V1:
+    class Answers(OffloadingConnector):  # type: ignore[misc]
+        def reset_cache(self) -> bool | None:
+            return answer
+
+    return object.__new__(ExampleConnector if answer is None else Answers)
+
+
 def kept_of_loads(count: int, blocks: int) -> float:
     """Bytes that are kept of each load that has arrived, into so many blocks, and whose request is over."""
     scheduler, tokens = Scheduler(), list(range(blocks * BLOCK))
@@ -119,6 +156,9 @@ def main() -> None:
         "a hole": with_a_hole(),
         "its load has failed": ended_by_vllm(fails=True),
         "its load is under way": ended_by_vllm(fails=False),
+        "all are emptied": emptied(True),
+        "one is not": emptied(True, False),
+        "one cannot be": emptied(True, None),
         "kept of a load": kept_of_loads(count=64, blocks=512),
     }
     print(json.dumps(told))

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -20,8 +26,14 @@ from kvferry.vllm.identity import digest_of
 TOKENS = list(range(100, 120))
 
 
-def image(identifier: str, offset: int = 4, length: int = 6) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, length))
+def image(
+    identifier: str, offset: int = 4, length: int = 6, content: float | None = None
+) -> MultiModalFeatureSpec:  # fmt: skip
+    held = None
+    if content is not None:
+        pixels = MultiModalFieldElem(torch.full((2, 3), content), MultiModalSharedField(batch_size=1))
+        held = MultiModalKwargsItem({"pixel_values": pixels})
+    return MultiModalFeatureSpec(held, "image", identifier, PlaceholderRange(offset, length))
 
 
 def request(tokens: list[int] | None = TOKENS, **more: object) -> Request:
@@ -54,7 +66,16 @@ def main() -> None:
         "embeddings": request(None, prompt_embeds=rows),
         "other embeddings": request(None, prompt_embeds=other_rows),
     }
-    print(json.dumps({name: digest_of(one, 15).hex() for name, one in requests.items()}))
+    # Names of images are vLLM's count, which begins anew with each engine.
+    counted = {
+        "counted": image("renderer0-mm-1-image-0", content=1.0), "counted otherwise": image("2", content=1.0),
+        "another of that count": image("renderer0-mm-1-image-0", content=2.0),
+        "whose content is not here": image("renderer0-mm-1-image-0"),
+        "whose content is not here, either": image("renderer0-mm-1-image-0"),
+    }  # fmt: skip
+    digests = {name: digest_of(one, 15) for name, one in requests.items()}
+    digests |= {name: digest_of(request(mm_features=[one]), 15, named=False) for name, one in counted.items()}
+    print(json.dumps({name: digest.hex() for name, digest in digests.items()}))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
-import pytest
 
 import engines
-from engines import ANSWER_S, HOST, SITE, Engines, events_of, leases_at, transfers_at
+from engines import ANSWER_S, HOST, SITE, Engines, events_of, fleet_of, leases_at, told_by, transfers_at
 from kvferry.reference.config import ModelConfig
 from kvferry.schemas import LeaseRecord, TransferRecord
-from kvferryd.demo.fleet import DaemonService, Service, ServiceError
+from kvferryd.demo.fleet import DaemonService, Service
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("SGLANG_VENV", ".venv-sglang") / "bin" / "python"
 START_S = 1500.0
@@ -129,18 +128,15 @@ class SglangEngine(Service):
 
 @contextmanager
 def sglang_fleet(model: ModelConfig | Callable[[Path], None]) -> Iterator[SglangFleet]:
-    """Its checkpoint is written. An engine that does not come up says how its log ends."""
-    if not PYTHON.exists():
-        pytest.skip("there is no SGLang here: make engines-sglang installs one")
-    fleet = SglangFleet()
-    try:
+    """Its checkpoint is written."""
+    with fleet_of(SglangFleet, PYTHON) as fleet:
         fleet.model(model)
         yield fleet
-    except ServiceError as error:  # its log goes with the fleet
-        error.add_note(error.service.tail(40))
-        raise
-    finally:
-        fleet.close()
+
+
+def sglang_told_by(script: str, *arguments: object) -> Any:
+    """As `told_by`, by SGLang's Python."""
+    return told_by(script, *arguments, python=PYTHON)
 
 
 def room(prefill: SglangEngine) -> dict[str, Any]:
@@ -163,14 +159,17 @@ class SglangPair:
     router: Service | None = None
     """Before them: it sends `same`'s prompts, or else `handover` does."""
 
-    def handover(self, tokens: Sequence[int]) -> list[int]:
-        """Both legs at once, as SGLang's router sends them."""
+    def handed_over(self, tokens: Sequence[int]) -> httpx.Response:
+        """Decode's answer. Both legs are sent at once, as SGLang's router sends them."""
         where = room(self.prefill)
         with ThreadPoolExecutor(1) as pool:
             prefilled = pool.submit(generate, self.prefill, tokens, **where)
             moved = generate(self.decode, tokens, **where)
             assert prefilled.result().status_code == 200, prefilled.result().text
-        return tokens_of(moved)
+        return moved
+
+    def handover(self, tokens: Sequence[int]) -> list[int]:
+        return tokens_of(self.handed_over(tokens))
 
     def alone(self, tokens: Sequence[int]) -> list[int]:
         if isinstance(self.single, SglangEngine):

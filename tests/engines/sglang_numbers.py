@@ -55,7 +55,8 @@ class Rank:
         """A request that the first rank has broadcast: its receiver."""
         req = SimpleNamespace(
             bootstrap_host="p", bootstrap_port=1, bootstrap_room=said.bootstrap_room, rid=said.rid,
-            origin_input_ids=[1, 2, 3], lora_id=None, input_embeds=None, sampling_params=said.sampling_params,
+            origin_input_ids=[1, 2, 3], lora_id=None, input_embeds=None, positional_embed_overrides=None,
+            sampling_params=said.sampling_params,
         )  # fmt: skip
         return self.queue._create_receiver_and_enqueue(req).kv_receiver
 

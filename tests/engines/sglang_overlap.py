@@ -142,7 +142,8 @@ class Engine(SchedulerDisaggregationDecodeMixin):
         elif self.allocator.available_size() == SLOTS:
             req = SimpleNamespace(
                 bootstrap_host="p", bootstrap_port=1, bootstrap_room=ROOM, rid="r", origin_input_ids=list(range(SLOTS)),
-                lora_id=None, input_embeds=None, sampling_params=SimpleNamespace(custom_params={NUMBER: 1}),
+                lora_id=None, input_embeds=None,
+                positional_embed_overrides=None, sampling_params=SimpleNamespace(custom_params={NUMBER: 1}),
             )  # fmt: skip
             queue = self.disagg_decode_prealloc_queue
             self._receiver = queue._create_receiver_and_enqueue(req).kv_receiver

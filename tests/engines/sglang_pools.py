@@ -13,6 +13,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from kvferry.errors import KvferryError
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
 from kvferry.sglang.cache import describe
 
@@ -37,7 +38,26 @@ def main() -> None:
         **COMMON,
     )
     found["packed"] = [said(packed, "fp8_e4m3")]
-    print(json.dumps({"means": found, "windows": windows([5]), "windows alone": windows([])}))
+    said_of = {"means": found, "windows": windows([5]), "windows alone": windows([]), "refused": refused_drafts()}
+    print(json.dumps(said_of))
+
+
+def refused_drafts() -> list[str]:
+    """Caches of draft models, of another size and of two pools."""
+    keys = {"dtype": torch.bfloat16, "head_num": 2, "head_dim": 8, "enable_alt_stream": False}
+    cache = MHATokenToKVPool(**keys, **COMMON)
+    other = MHATokenToKVPool(**keys, **COMMON | {"size": 32})
+    windowed = SWAKVPool(
+        size=64, size_swa=32, page_size=16, device="cpu", swa_attention_layer_ids=[0], full_attention_layer_ids=[1],
+        **keys,
+    )  # fmt: skip
+    told = []
+    for draft in (other, windowed):
+        try:
+            described(cache, (cache,), "auto", (draft, lambda _: 2))
+        except KvferryError as error:
+            told.append(f"{error.code}: {error.value}")
+    return told
 
 
 def windows(others: list[int]) -> list[Any]:
@@ -59,7 +79,7 @@ def said(pool: Any, cache_type: str) -> dict[str, str]:
     return {each.name: f"{each.dtype} {each.meaning}" for each in manifest.components if each.layer == 0}
 
 
-def described(cache: Any, pools: Sequence[Any], cache_type: str) -> Manifest:
+def described(cache: Any, pools: Sequence[Any], cache_type: str, draft: Any = None) -> Manifest:
     """With a region for each pool, and windows of 24 tokens."""
     builder = ManifestBuilder("e", "e", ModelInfo(name="m", fingerprint="f"))
     for at, pool in enumerate(pools):
@@ -68,7 +88,7 @@ def described(cache: Any, pools: Sequence[Any], cache_type: str) -> Manifest:
         start = min(buffer.data_ptr() for buffer in buffers)
         stop = max(buffer.data_ptr() + buffer.nbytes for buffer in buffers)
         builder.region(at, "host", nbytes=stop - start, address=start)
-    describe(builder, cache, 24, 0, 1, lambda layer: 2, cache_type)
+    describe(builder, cache, 24, 0, 1, lambda layer: 2, cache_type, draft)
     return builder.build()
 
 

@@ -98,7 +98,7 @@ def request_of(room: object) -> Any:
     """As far as a sender and a receiver look at it."""
     return SimpleNamespace(
         bootstrap_room=room, disagg_prefill_dp_rank=None, origin_input_ids=list(range(50)), lora_id=None,
-        input_embeds=None, sampling_params=SimpleNamespace(custom_params={NUMBER: 1}),
+        input_embeds=None, positional_embed_overrides=None, sampling_params=SimpleNamespace(custom_params={NUMBER: 1}),
     )  # fmt: skip
 
 

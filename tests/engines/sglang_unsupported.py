@@ -25,7 +25,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "context of prefill": {"attn_cp_size": 2},
     "context of decode": {"dcp_size": 2, "mode": DisaggregationMode.DECODE},
     "DP ranks on two hosts": {"num_dp_ranks": 2, "nnodes": 2},
-    "draft model": {"num_draft_entries": 1},
+    "a draft model's hidden states": {"beside": 64 << 10},
+    "larger ones": {"beside": 64 << 11},
     "state": {"state_types": [StateType.MAMBA]},
     "index keys beside a state": {"state_types": [StateType.MAMBA, StateType.DSA]},
     "windows in a pool of their own": {"state_types": [StateType.SWA]},
@@ -35,11 +36,13 @@ ASKED: dict[str, dict[str, Any]] = {
     "saver": {"flags": ["--enable-memory-saver"]},
     "role": {"flags": ["--enable-pd-role-switch"]},
     "checksum": {"flags": ["--disaggregation-enable-kv-checksum"]},
+    "rings": {"flags": ["--enable-linear-replayssm"]},
+    "rings of drafts": {"flags": ["--enable-linear-replayssm-spec"], "mode": DisaggregationMode.DECODE},
 }
 
 
 def refusal(
-    mode: DisaggregationMode = DisaggregationMode.PREFILL, flags: tuple[str, ...] = (), num_draft_entries: int = 0,
+    mode: DisaggregationMode = DisaggregationMode.PREFILL, flags: tuple[str, ...] = (), beside: int = 0,
     state_types: tuple[StateType, ...] = (), **wide: int,
 ) -> str:  # fmt: skip
     parser = argparse.ArgumentParser()
@@ -49,7 +52,7 @@ def refusal(
     parallel = SimpleNamespace(**one | wide, load_balance_method="follow_bootstrap_room")
     manager.get_parallel, manager.get_disagg = lambda: parallel, lambda: arguments
     try:
-        manager._check(SimpleNamespace(num_draft_entries=num_draft_entries, state_types=state_types), mode, arguments)
+        manager._check(SimpleNamespace(aux_item_lens=[64, beside - 64], state_types=state_types), mode, arguments)
     except KvferryError as error:
         return f"{error.code}: {error.value}"
     return ""

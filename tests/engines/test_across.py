@@ -8,20 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engines import MODEL, PYTHON, START_S, Engines, Pair, complete, prompt, tokens_of
+from engines import MODEL, START_S, Engines, Pair, complete, fleet_of, prompt, tokens_of
 from kvferry.reference.config import ModelSource
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(400)]
 LENGTHS = [5, 31, 33, 100, 257, 513, 1000]
 
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[Pair]:
     """vLLM in blocks of 32, keys transposed in each; the reference engine with two ranks, in blocks of 24."""
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: make engines-venv installs one")
-    fleet = Engines()
-    try:
+    with fleet_of(Engines) as fleet:
         first, second = fleet.daemons("v", 1), fleet.daemons("r", 2)
         asyncio.run(fleet.ready(*first, *second, timeout_s=60))
         folder = fleet.model()
@@ -30,8 +27,6 @@ def both() -> Iterator[Pair]:
         reference = fleet.engine("r", tp=2, layout="cross_layer", block_size=24, daemons=second)
         asyncio.run(fleet.ready(vllm, reference, timeout_s=START_S))
         yield Pair(fleet, vllm, reference, first, second)
-    finally:
-        fleet.close()
 
 
 @pytest.fixture(params=["vLLM to reference", "reference to vLLM"])

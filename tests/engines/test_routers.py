@@ -97,13 +97,8 @@ def toy_proxy(engines: Pair) -> Service:
 
 
 CHECKS = (
-    "--health-check-interval-secs",
-    "1",
-    "--cb-timeout-duration-secs",
-    "1",
-    "--worker-startup-check-interval",
-    "1",
-)
+    "--health-check-interval-secs", "1", "--cb-timeout-duration-secs", "1", "--worker-startup-check-interval", "1",
+)  # fmt: skip
 """So that an engine that is back is soon seen."""
 ROUTERS: dict[str, Callable[[Pair], Service]] = {
     "kvferry proxy": proxy, "vllm-router": vllm_router, "smg": smg, "toy proxy": toy_proxy
@@ -139,14 +134,10 @@ def asked(
 ) -> Iterator[httpx.Response]:
     text = words(tokens)
     what = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
-    body = (
-        {"model": "m", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        | what
-        | more
-    )
+    body = {"model": "m", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | what
     with (
         httpx.Client(trust_env=False, timeout=ANSWER_S) as http,
-        http.stream("POST", f"{service.url}/v1/{path}", json=body | {"stream": stream}) as response,
+        http.stream("POST", f"{service.url}/v1/{path}", json=body | more | {"stream": stream}) as response,
     ):
         yield response
 
@@ -213,7 +204,9 @@ def test_sixteen_at_once_of_every_kind_have_the_tokens_of_one_engine(engines: Pa
     nothing_is_left(engines)
 
 
-@pytest.mark.parametrize(("path", "stream"), KINDS)
+@pytest.mark.parametrize(
+    ("path", "stream"), [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.long) for kind in KINDS[1:])]
+)
 def test_two_answers_to_one_prompt(engines: Pair, name: str, router: Service, path: str, stream: bool) -> None:
     before = len(engines.transfers())
     tokens = prompt(150, seed(name) + 1 + KINDS.index((path, stream)))
@@ -225,7 +218,7 @@ def test_two_answers_to_one_prompt(engines: Pair, name: str, router: Service, pa
     nothing_is_left(engines)
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("path", ["completions", pytest.param("chat/completions", marks=pytest.mark.long)])
 def test_a_client_that_leaves_takes_its_request_along(engines: Pair, name: str, router: Service, path: str) -> None:
     tokens = prompt(170, seed(name) + len(path))
     with asked(router, tokens, path, stream=True, max_tokens=3000) as response:

@@ -137,6 +137,7 @@ def test_a_chunked_prefill_is_published_chunk_by_chunk(pair: SglangPair) -> None
     assert moved == pair.alone(tokens)
 
 
+@pytest.mark.long
 def test_another_prompts_room_is_refused(pair: SglangPair) -> None:
     """The router gave decode the room of another prompt of the same length."""
     where = room(pair.prefill)
@@ -207,38 +208,46 @@ def test_a_prefill_engine_that_dies_fails_its_own_requests_and_decode_lives(
     assert f"no prefill engine answers at {HOST}:{pair.prefill.bootstrap}" in refused.text
 
 
+@pytest.mark.long
 def test_two_ranks_at_its_address_hand_over_to_one(two_to_one: SglangPair) -> None:
     before = len(two_to_one.decode.transfers())
     two_to_one.same([prompt(length, seed=30) for length in LENGTHS[::2]])
     assert {transfer.state for transfer in two_to_one.decode.transfers()[before:]} == {TransferState.DONE}
 
 
+@pytest.mark.long
 def test_two_ranks_hand_over_eight_at_once_to_one(two_to_one: SglangPair) -> None:
     two_to_one.same([prompt(length, seed=31) for length in SEVERAL], at_once=8)
     assert eventually(lambda: not two_to_one.prefill.leases())
 
 
+@pytest.mark.long
 def test_a_room_that_is_sent_twice_to_two_ranks_is_the_first_ones(two_to_one: SglangPair) -> None:
     _sent_twice(two_to_one)
 
 
+@pytest.mark.long
 def test_two_ranks_that_die_fail_what_waited_for_them(two_to_one: SglangPair) -> None:
     _dies(two_to_one)
 
 
+@pytest.mark.long
 def test_two_stages_hand_over_to_one(stages_to_one: SglangPair) -> None:
     stages_to_one.same([prompt(length, seed=50) for length in LENGTHS[::2]])
 
 
+@pytest.mark.long
 def test_two_stages_hand_over_eight_at_once_to_one(stages_to_one: SglangPair) -> None:
     stages_to_one.same([prompt(length, seed=51) for length in SEVERAL], at_once=8)
     assert eventually(lambda: not stages_to_one.prefill.leases())
 
 
+@pytest.mark.long
 def test_a_room_that_is_sent_twice_to_two_stages_is_the_first_ones(stages_to_one: SglangPair) -> None:
     _sent_twice(stages_to_one)
 
 
+@pytest.mark.long
 def test_a_room_whose_lease_has_ended_at_one_stage_is_taken_at_all(stages_to_one: SglangPair) -> None:
     """The next request there is refused at once, and nobody waits for a stage that refuses alone."""
     prefill, tokens, where = stages_to_one.prefill, prompt(100, seed=52), room(stages_to_one.prefill)
@@ -255,6 +264,7 @@ def test_a_room_whose_lease_has_ended_at_one_stage_is_taken_at_all(stages_to_one
     stages_to_one.same([tokens])
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_costs_a_pipeline_nothing(stages_to_one: SglangPair) -> None:
     with leaving(stages_to_one.decode, prompt(300, seed=53), **room(stages_to_one.prefill)):
         assert eventually(lambda: not _all_ended(stages_to_one.decode))
@@ -263,6 +273,7 @@ def test_a_client_that_leaves_costs_a_pipeline_nothing(stages_to_one: SglangPair
     stages_to_one.same([prompt(300, seed=54)])
 
 
+@pytest.mark.long
 def test_a_pipeline_that_dies_fails_what_waited_for_it(stages_to_one: SglangPair) -> None:
     _dies(stages_to_one)
 

@@ -157,6 +157,7 @@ def test_several_at_once(way: Way) -> None:
         assert list(pool.map(way.handover, prompts)) == [way.alone(tokens) for tokens in prompts]
 
 
+@pytest.mark.long
 def test_another_prompt_is_refused_by_vllm(engines: Engines) -> None:
     """Both compute the same digest, of tokens that one has published and the other expects."""
     way = _way(engines, "SGLang p to vLLM")

@@ -13,7 +13,7 @@ from engines import MODEL, prompt
 from kvferry.schemas import TransferState
 from kvferryd.demo.fleet import Service
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(3000)]
 LENGTHS = [5, 33, 64, 300, 513, 700]
 
 

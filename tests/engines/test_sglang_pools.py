@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_engines import PYTHON, START_S
+from sglang_engines import sglang_told_by
 
 from engines import Engines
 
@@ -28,7 +25,7 @@ STATES = {"gated delta net": "qkv", "Kimi's": "qkv", "Mamba2": "xbc", "Mamba": "
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    return _said_by("sglang_pools.py")
+    return dict(sglang_told_by("sglang_pools.py"))
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +34,7 @@ def handed_over() -> dict[str, Any]:
     with closing(Engines()) as fleet:
         daemons = [*fleet.daemons("p", 2), *fleet.daemons("d", 1)]
         asyncio.run(fleet.ready(*daemons, timeout_s=60))
-        return _said_by("sglang_states.py", *(str(each.socket) for each in daemons))
-
-
-def _said_by(script: str, *arguments: str) -> dict[str, Any]:
-    if not PYTHON.exists():
-        pytest.skip("there is no SGLang here: make engines-sglang installs one")
-    command = [PYTHON, Path(__file__).with_name(script), *arguments]
-    done = subprocess.run(command, timeout=START_S, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+        return dict(sglang_told_by("sglang_states.py", *(each.socket for each in daemons)))
 
 
 def test_windows_in_a_pool_of_their_own_are_a_group_of_their_own(told: dict[str, Any]) -> None:
@@ -68,6 +55,16 @@ def test_states_of_two_ranks_are_those_of_one(handed_over: dict[str, Any]) -> No
         told = handed_over[kind]
         assert told["components"] == sorted([*(f"conv.{each}" for each in channels), "k", *ssm, "v"]), kind
         assert told["same"] == [True] * (3 + len(ssm)), kind
+
+
+def test_a_draft_models_cache_is_moved_beside_the_models(handed_over: dict[str, Any], told: dict[str, Any]) -> None:
+    """Two ranks hand over to one by the same pages, with other heads than the model's, and with latent rows."""
+    said, told = told, handed_over["drafts"]
+    assert told["heads"] == {"components": ["draft.k", "draft.v", "k", "v"], "same": [True] * 8}
+    assert told["latent"] == {"components": ["draft.kv", "kv"], "same": [True] * 4}
+    refused = ["unsupported_cache: MHATokenToKVPool", "unsupported_cache: SWAKVPool"]
+    assert said["refused"] == refused, "of another size, and of two pools"
+    assert told["decode alone"].startswith("refused: ") and "missing_component" in told["decode alone"]
 
 
 def test_a_stage_of_a_pipeline_may_have_no_layers_of_a_kind(handed_over: dict[str, Any], told: dict[str, Any]) -> None:

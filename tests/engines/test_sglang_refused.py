@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_engines import PYTHON, START_S
+from sglang_engines import sglang_told_by
 
 from engines import lone_daemon
+from kvferry.digest import prompt_digest
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
@@ -18,7 +16,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 def test_a_last_publish_that_is_refused_ends_what_was_published_before_it() -> None:
     """Before the request has failed: its pages are SGLang's again then."""
     with lone_daemon() as daemon:
-        told = _told(str(daemon.socket), daemon.url)
+        told = sglang_told_by("sglang_refused.py", str(daemon.socket), daemon.url)
     assert told["failed"]
     assert "metadata" in told["why"]
     assert told["left"] == []
@@ -30,22 +28,21 @@ def test_a_last_publish_that_is_refused_ends_what_was_published_before_it() -> N
 def test_an_engine_ends_rather_than_take_back_pages_that_a_reader_may_be_in(method: str) -> None:
     """SGLang survives every Exception of a sender, and gives the pages to another request."""
     with lone_daemon() as daemon:
-        told = _told(str(daemon.socket), daemon.url, str(daemon.process.pid), method)
+        told = sglang_told_by("sglang_refused.py", str(daemon.socket), daemon.url, str(daemon.process.pid), method)
     assert told["raised"] == "SystemExit"
     assert "room-7" in told["why"]
 
 
 def test_the_first_rank_numbers_requests_for_all_ranks() -> None:
     """The number stays, whatever becomes of a request on one rank; a client's own is replaced."""
-    first, second = _said_by("sglang_numbers.py")
+    first, second = sglang_told_by("sglang_numbers.py")
     assert (first, second) == ([1, 2, 3], [2, 3])
 
 
 @pytest.fixture(scope="module")
 def overlap() -> dict[str, Any]:
     """By sglang_overlap.py."""
-    told: dict[str, Any] = _said_by("sglang_overlap.py")
-    return told
+    return dict(sglang_told_by("sglang_overlap.py"))
 
 
 def test_a_receive_begins_behind_the_step_that_still_writes_to_its_pages(overlap: dict[str, Any]) -> None:
@@ -72,7 +69,7 @@ def test_a_request_that_leaves_before_its_receive_has_begun_receives_nothing(ove
 
 def test_what_is_not_carried_is_refused_at_the_start_by_name() -> None:
     """A cache that a manifest does not say would be moved to the wrong places."""
-    assert _said_by("sglang_unsupported.py") == {
+    assert sglang_told_by("sglang_unsupported.py") == {
         what: name and f"unsupported_engine: {name}"
         for what, name in {
             "nothing": "",
@@ -81,7 +78,8 @@ def test_what_is_not_carried_is_refused_at_the_start_by_name() -> None:
             "context of prefill": "context parallelism",
             "context of decode": "context parallelism",
             "DP ranks on two hosts": "prefill's DP ranks on several hosts",
-            "draft model": "a draft model's cache",
+            "a draft model's hidden states": "",
+            "larger ones": "131072 bytes beside a request's KV (a draft model's hidden states): more than 65536",
             "state": "",
             "index keys beside a state": "states (dsa)",
             "windows in a pool of their own": "",
@@ -91,19 +89,15 @@ def test_what_is_not_carried_is_refused_at_the_start_by_name() -> None:
             "saver": "--enable-memory-saver",
             "role": "--enable-pd-role-switch",
             "checksum": "--disaggregation-enable-kv-checksum",
+            "rings": "--enable-linear-replayssm",
+            "rings of drafts": "--enable-linear-replayssm-spec",
         }.items()
     }
 
 
-def _told(*arguments: str) -> dict[str, Any]:
-    told: dict[str, Any] = _said_by("sglang_refused.py", *arguments)
-    return told
-
-
-def _said_by(script: str, *arguments: str) -> Any:
-    if not PYTHON.exists():
-        pytest.skip("there is no SGLang here: make engines-sglang installs one")
-    command = [PYTHON, Path(__file__).with_name(script), *arguments]
-    done = subprocess.run(command, timeout=START_S, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def test_what_changes_the_kv_changes_the_digest() -> None:
+    """SGLang itself says of embeddings that replace those of some tokens that the tokens do not determine their KV."""
+    digests = sglang_told_by("sglang_digests.py")
+    text = prompt_digest(range(100, 115)).hex()
+    assert {name for name, digest in digests.items() if digest == text} == {"text", "another tenant's"}
+    assert len(set(digests.values())) == len(digests) - 1

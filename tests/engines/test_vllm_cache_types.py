@@ -13,7 +13,7 @@ from kvferry.manifest import encoding_of
 
 FLAGS = Path("/proc/cpuinfo").read_text().split()
 pytestmark = [
-    pytest.mark.engines, pytest.mark.timeout(600),
+    pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(600),
     pytest.mark.skipif("avx512f" not in FLAGS, reason="vLLM's fp8 caches on a CPU need AVX-512 or AMX"),
 ]  # fmt: skip
 TYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "faults"))
 from keepers import ROOT, before_this, kill, path_of, serving
 from under_load import Requests, replaced
 
-from engines import MODEL, PYTHON, START_S, Engines, Pair, cache_usage, eventually, prompt
+from engines import MODEL, START_S, Engines, Pair, cache_usage, eventually, fleet_of, prompt
 
 pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(2400)]
 KILLS = 50
@@ -36,10 +36,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(code: Path) -> Iterator[Pair]:
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: make engines-venv installs one")
-    fleet = Engines()
-    try:
+    with fleet_of(Engines) as fleet:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", path_of(code))
             daemons = {name: fleet.daemon(f"{name}-0", kept=True) for name in "pd"}
@@ -48,8 +45,6 @@ def engines(code: Path) -> Iterator[Pair]:
         engines = [fleet.vllm(name, folder, [daemon]) for name, daemon in daemons.items()]
         asyncio.run(fleet.ready(*engines, timeout_s=2 * START_S))
         yield Pair(fleet, *engines, [daemons["p"]], [daemons["d"]])
-    finally:
-        fleet.close()
 
 
 def right(engines: Pair, requests: Requests) -> None:

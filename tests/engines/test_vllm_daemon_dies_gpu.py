@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import random
 import signal
@@ -26,21 +25,16 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("gpu", "faul
 from needs import GPUS
 
 # isort: split
-from bench_gpu import MODEL, SAME_TOKENS, VOCABULARY, GpuEngines
+from bench_gpu import SAME_TOKENS, SMALL, VOCABULARY, GpuEngines
 from keepers import children, kill, serving
 from under_load import WORKERS, Requests, replaced
 
-from engines import PYTHON, Pair, at_rest, cache_usage, eventually, kv_rows
-from kvferryd.demo.fleet import ServiceError
+from engines import Pair, at_rest, cache_usage, eventually, fleet_of, kv_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(1200)]
 KILLS = 50
 TOKENS = 8
 """Decoded of each request."""
-SMALL = MODEL | {
-    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 8,
-}  # fmt: skip
-"""32 KiB of KV a token."""
 CACHE_TOKENS = 1 << 20
 START_S = 300.0
 
@@ -48,19 +42,14 @@ START_S = 300.0
 @contextmanager
 def started(*, prefill: Sequence[int], decode: Sequence[int]) -> Iterator[Pair]:
     """Two engines and a kept daemon for each of their ranks. prefill, decode: the GPU of each rank."""
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: ENGINES_VENV names an environment that has it")
-    fleet = GpuEngines()
-    try:
+    with fleet_of(GpuEngines) as fleet:
         gpus = {"p": prefill, "d": decode}
         daemons = {
             name: fleet.daemons(name, len(each), kept=True, devices=[f"cuda:{gpu}" for gpu in each])
             for name, each in gpus.items()
         }
         asyncio.run(fleet.ready(*itertools.chain(*daemons.values()), timeout_s=60))
-        folder = fleet.directory / "small"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(SMALL))
+        folder = fleet.shape(SMALL)
         both = [
             fleet.vllm(
                 name, folder, daemons[name], block_size=SAME_TOKENS,
@@ -71,11 +60,6 @@ def started(*, prefill: Sequence[int], decode: Sequence[int]) -> Iterator[Pair]:
         ]  # fmt: skip
         asyncio.run(fleet.ready(*both, timeout_s=START_S))
         yield Pair(fleet, *both, daemons["p"], daemons["d"])
-    except ServiceError as error:  # its log goes with the fleet
-        error.add_note(error.service.tail(40))
-        raise
-    finally:
-        fleet.close()
 
 
 class Compared:

@@ -42,8 +42,8 @@ MODELS = {
     "qwen3-next, cached": Model("qwen3-next", HYBRID | {"enable_prefix_caching": True}, apart=False),
     "deepseek-v2, whole": Model("deepseek-v2", LATENT | {"dtype": "float32"}, apart=False),
 }
-IN_THE_GATE = ["granite-4", "gemma-3", "gemma-4", "deepseek-v2", "fp8"]
-"""Two precisions that share blocks; windows, two block sizes; heads that differ by layer; latent attention; fp8."""
+IN_THE_GATE = ["gemma-3", "deepseek-v2", "fp8"]
+"""Windows, two block sizes; latent attention; two names of one cache type."""
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 SHOWN = ("dtype", "mamba_ssm_cache_dtype", "kv_cache_dtype", "block_size")
 """Options of the engines that the table has columns for."""

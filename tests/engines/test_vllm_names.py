@@ -1,7 +1,9 @@
-"""Components are named by what they are: the order in which vLLM lists layers and groups changes none of the names."""
+"""Components are named by what they are: the order in which vLLM lists layers and groups changes none of the names.
+Models are named by what they compute."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -38,6 +40,30 @@ def test_what_has_no_name_is_refused(found: dict[str, Any], what: str) -> None:
         assert REFUSED[what] in outcome
 
 
-def test_ranks_that_share_a_prompt_in_another_way_have_no_names_and_do_not_start(found: dict[str, Any]) -> None:
-    assert found["ranks"].startswith("unsupported_engine: ")
-    assert "prefill_context_parallel_size = 2" in found["ranks"]
+@pytest.mark.parametrize(
+    ("what", "option"),
+    [
+        ("ranks", "prefill_context_parallel_size = 2"), ("sleeps", "enable_sleep_mode = True"),
+        ("keeps it in the host", "hisparse_config = True"),
+    ],
+)  # fmt: skip
+def test_an_engine_whose_cache_would_be_mistaken_does_not_start(found: dict[str, Any], what: str, option: str) -> None:
+    """Ranks of one name; memory that vLLM gives back and gets anew; a cache that lies elsewhere."""
+    assert found[what].startswith("unsupported_engine: ")
+    assert option in found[what]
+
+
+@pytest.fixture(scope="module")
+def lengths() -> dict[str, list[tuple[Any, str]]]:
+    told: dict[str, list[tuple[Any, str]]] = told_by("model_lengths.py")
+    return told
+
+
+@pytest.mark.parametrize(("model", "ways"), [("llama", 1), ("longrope", 2), ("llama-4", 2)])
+def test_models_that_the_longest_request_changes_are_told_apart(
+    lengths: dict[str, list[tuple[Any, str]]], model: str, ways: int
+) -> None:
+    """vLLM turns keys by LongRoPE, and scales Llama 4's queries, by max_model_len: the configuration is the same."""
+    made = [json.dumps(what) for what, _ in lengths[model]]
+    names = [name for _, name in lengths[model]]
+    assert len(set(made)) == len(set(names)) == len(set(zip(made, names, strict=True))) == ways

@@ -1,10 +1,11 @@
-"""Two vLLM engines of one shape: the decoded tokens are those of one engine alone, and nobody else is harmed."""
+"""Two vLLM engines of one shape: the decoded tokens are those of one engine alone, and nobody else is harmed.
+
+kv_transfer_params belong to one prompt: sent with another, its KV is refused, and no cache keeps any of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +18,8 @@ from engines import (
     ANSWER_S,
     LENGTHS,
     PREFILL_LEG,
-    PYTHON,
-    START_S,
     Pair,
+    Service,
     cache_usage,
     choices_of,
     complete,
@@ -29,8 +29,10 @@ from engines import (
     pair,
     prompt,
     tokens_of,
+    told_by,
     whole,
 )
+from kvferry.digest import prompt_digest
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
@@ -52,13 +54,23 @@ def test_the_tokens_depend_on_the_whole_prompt(engines: Pair) -> None:
     assert engines.alone(tokens) != engines.alone([tokens[0] ^ 1, *tokens[1:]])
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "length",
+    [pytest.param(length, marks=() if length in (5, 32, 513, 1300) else pytest.mark.long) for length in LENGTHS],
+)
 def test_a_request_alone(engines: Pair, length: int) -> None:
     tokens = prompt(length)
     assert engines.handover(tokens) == engines.alone(tokens)
     moved = engines.transfers()[-1]
     assert moved.state == "done"
     assert moved.tokens == (0, whole(length))
+
+
+def test_decode_holds_what_prefill_computed_bit_for_bit(engines: Pair) -> None:
+    """In whole blocks, whose slots vLLM's CPU backend mixes."""
+    computed, moved = engines.rows_of_handover(prompt(1000, seed=5), 32)
+    assert len(computed) == 32
+    assert len(computed & moved) >= 31  # decode computes the last token anew
 
 
 def test_eight_at_once(engines: Pair) -> None:
@@ -100,12 +112,7 @@ def test_several_answers_to_one_prompt_are_those_of_one_engine(engines: Pair, le
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    """By shared_leases.py."""
-    script = Path(__file__).with_name("shared_leases.py")
-    done = subprocess.run([PYTHON, script], timeout=START_S, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    return dict(told_by("shared_leases.py"))
 
 
 ONLY_A = {"load": ["a"], "cancel": [], "release": []}
@@ -267,6 +274,7 @@ def test_a_router_orders_by_request_id(engines: Pair, first: str) -> None:
     assert (moved.request_id, moved.state, moved.tokens) == (request_id, "done", (0, 210))
 
 
+@pytest.mark.long
 def test_a_request_that_no_router_orders_fails_alone(engines: Pair) -> None:
     asked = {"do_remote_prefill": True, "remote_request_id": "never-ordered", "order": "router"}
     tokens = prompt(40, seed=13)
@@ -308,20 +316,112 @@ def test_the_prefill_answer_has_what_routers_pass_on(engines: Pair) -> None:
     assert len(params["remote_block_ids"]) == 1
 
 
-@pytest.mark.parametrize("order", ["engine", "router"])
-def test_behind_the_proxy(engines: Pair, order: str) -> None:
-    proxy = engines.fleet.proxy(
+@pytest.fixture(scope="module", params=["engine", "router"])
+def proxy(request: pytest.FixtureRequest, engines: Pair) -> Service:
+    started = engines.fleet.proxy(
         engines.prefill, engines.decode, prefill_daemons=engines.prefill_daemons, decode_daemons=engines.decode_daemons,
-        order=order,
+        order=request.param,
     )  # fmt: skip
-    asyncio.run(engines.fleet.ready(proxy, timeout_s=30))
+    asyncio.run(engines.fleet.ready(started, timeout_s=30))
+    return started
+
+
+def test_behind_the_proxy(engines: Pair, proxy: Service) -> None:
     before, others = len(engines.transfers()), {lease.request_id for lease in engines.leases()}
-    prompts = [prompt(60 + 150 * i, seed=20 + len(order)) for i in range(4)]
+    prompts = [prompt(60 + 150 * i, seed=100 + before) for i in range(4)]
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda tokens: complete(proxy, tokens), prompts))
     assert [tokens_of(answer) for answer in answers] == [engines.alone(tokens) for tokens in prompts]
     assert len(engines.transfers()) == before + 4
-    several = [prompt(length, seed=30 + len(order)) for length in (150, 40)]
+    several = [prompt(length, seed=100 + before) for length in (150, 40)]
     assert choices_of(complete(proxy, several)) == [engines.alone(tokens) for tokens in several]
     assert len(engines.transfers()) == before + 5
     assert eventually(lambda: {lease.request_id for lease in engines.leases()} <= others)
+
+
+LENGTH = 200
+
+
+def ask(url: str, request_id: str, tokens: object, **more: object) -> httpx.Response:
+    body = {
+        "model": "m", "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "detokenize": False,
+    }  # fmt: skip
+    with httpx.Client(trust_env=False, timeout=ANSWER_S, headers={"X-Request-Id": request_id}) as http:
+        return http.post(f"{url}/v1/completions", json=body | more)
+
+
+def test_another_prompt_of_the_same_length_is_refused(engines: Pair) -> None:
+    first, other = prompt(LENGTH, seed=61), prompt(LENGTH, seed=62)
+    params = engines.prefilled(first)
+    assert complete(engines.decode, other, kv_transfer_params=params).status_code >= 400
+    assert next(moved.error.code for moved in reversed(engines.transfers()) if moved.error) == "other_prompt"
+    # Nothing of it is in the prefix cache, and the prompt that it belongs to can still read it.
+    assert tokens_of(complete(engines.decode, other)) == engines.alone(other)
+    assert tokens_of(complete(engines.decode, first, kv_transfer_params=params)) == engines.alone(first)
+    assert engines.transfers()[-1].state == "done"
+
+
+@pytest.mark.parametrize(("published", "asked"), [(LENGTH, LENGTH - 40), (LENGTH - 40, LENGTH)])
+def test_another_prompt_of_another_length_is_refused(engines: Pair, published: int, asked: int) -> None:
+    tokens = prompt(asked, seed=63)
+    params = engines.prefilled(prompt(published, seed=64))
+    assert complete(engines.decode, tokens, kv_transfer_params=params).status_code >= 400
+    assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
+
+
+def test_a_single_other_token_is_refused(engines: Pair) -> None:
+    first = prompt(LENGTH, seed=65)
+    other = [*first[:7], first[7] ^ 1, *first[8:]]
+    assert complete(engines.decode, other, kv_transfer_params=engines.prefilled(first)).status_code >= 400
+    assert tokens_of(complete(engines.decode, other)) == engines.alone(other)
+
+
+def test_a_prompt_that_goes_on_where_the_other_ends_reads_it(engines: Pair) -> None:
+    first = prompt(100, seed=66)
+    longer = first + prompt(60, seed=67)
+    done = complete(engines.decode, longer, kv_transfer_params=engines.prefilled(first))
+    assert tokens_of(done) == engines.alone(longer)
+    assert engines.transfers()[-1].state == "done"
+
+
+def test_several_prompts_with_the_params_of_one_never_decode_from_the_wrong_kv(engines: Pair) -> None:
+    """Their requests are loaded at once and in any order."""
+    prompts = [prompt(LENGTH, seed=70 + i) for i in range(3)]
+    answer = ask(engines.decode.url, "several", prompts, kv_transfer_params=engines.prefilled(prompts[1]))
+    assert answer.status_code >= 400
+    for tokens in prompts:
+        assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
+
+
+def test_the_middleware_lets_several_prompts_with_params_through(engines: Pair) -> None:
+    for prompts in ([prompt(20), prompt(21)], [prompt(20)]):
+        assert ask(engines.prefill.url, "several", prompts, kv_transfer_params=PREFILL_LEG).status_code == 200
+
+
+def test_a_request_id_may_come_again_with_another_prompt(engines: Pair, proxy: Service) -> None:
+    for seed in range(80, 84):
+        tokens = prompt(LENGTH, seed=seed)
+        answer = ask(proxy.url, "the-same", tokens)
+        assert tokens_of(answer) == engines.alone(tokens, max_tokens=8)
+        assert answer.headers["x-request-id"] == "the-same"
+
+
+def test_a_request_id_may_come_with_other_prompts_at_once(engines: Pair, proxy: Service) -> None:
+    prompts = [prompt(LENGTH, seed=seed) for seed in range(90, 94)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda tokens: ask(proxy.url, "at-once", tokens), prompts))
+    assert [tokens_of(one) for one in answers] == [engines.alone(tokens, max_tokens=8) for tokens in prompts]
+    for tokens in prompts:
+        assert tokens_of(complete(engines.decode, tokens)) == engines.alone(tokens)
+
+
+def test_what_changes_the_kv_changes_the_digest(tmp_path: Path) -> None:
+    """vLLM's own requests have images, adapters, embeddings; a change of no KV changes no digest."""
+    digests = told_by("request_digests.py", tmp_path)
+    text = prompt_digest(range(100, 115)).hex()
+    same = {name: digest for name, digest in digests.items() if digest == text}
+    assert set(same) == {"text", "another name", "an image after these tokens"}
+    assert digests["adapter"] == digests["the adapter from elsewhere"]
+    assert digests["counted"] == digests["counted otherwise"]
+    assert len({digest for name, digest in digests.items() if name not in same}) == len(digests) - len(same) - 2

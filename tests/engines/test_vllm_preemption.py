@@ -14,7 +14,7 @@ import pytest
 from engines import Pair, cache_usage, complete, eventually, metric, missed, pair, prompt, tokens_of
 from kvferryd.demo.fleet import Service
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(400)]
 FEW = ("--num-gpu-blocks-override", "44", "--max-model-len", "1024", "--max-num-batched-tokens", "128")
 
 

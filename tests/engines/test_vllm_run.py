@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 
 from launched import Launched, launched
 
-from engines import PYTHON, SITE, START_S, Engines, Pair, complete, prompt, transfers_at
+from engines import PYTHON, SITE, START_S, Engines, Pair, complete, fleet_of, prompt, transfers_at
 from kvferryd.demo.fleet import HOST, DaemonService
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -23,11 +23,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def fleet() -> Iterator[Engines]:
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: make engines-venv installs one")
-    fleet = Engines()
-    yield fleet
-    fleet.close()
+    with fleet_of(Engines) as fleet:
+        yield fleet
 
 
 def vllm(fleet: Engines, ranks: int) -> Launched:

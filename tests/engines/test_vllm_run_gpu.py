@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -19,32 +18,25 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("gpu", "e2e"
 from needs import GPUS
 
 # isort: split
-from bench_gpu import MODEL, GpuEngines
+from bench_gpu import SMALL, GpuEngines
 from launched import Launched, launched
 from test_vllm_run import daemon, ready
 
-from engines import PYTHON, Pair, prompt, transfers_at
+from engines import PYTHON, Pair, fleet_of, prompt, transfers_at
 from kvferryd.demo.fleet import HOST
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(600),
     pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs"),
 ]  # fmt: skip
-SMALL = MODEL | {
-    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 8,
-}  # fmt: skip
 
 
 @pytest.fixture
 def fleet() -> Iterator[GpuEngines]:
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: ENGINES_VENV names an environment that has it")
-    fleet = GpuEngines()
-    (fleet.directory / "model").mkdir()
-    (fleet.directory / "model" / "config.json").write_text(json.dumps(SMALL))
-    (fleet.directory / "node").mkdir()
-    yield fleet
-    fleet.close()
+    with fleet_of(GpuEngines) as fleet:
+        fleet.shape(SMALL)
+        (fleet.directory / "node").mkdir()
+        yield fleet
 
 
 def vllm(fleet: GpuEngines, patch: pytest.MonkeyPatch, *gpus: int) -> Launched:

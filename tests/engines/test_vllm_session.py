@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engines import PYTHON, START_S, leases_at, lone_daemon
+from engines import PYTHON, installed, leases_at, lone_daemon, told_by
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def told() -> Iterator[dict[str, Any]]:
     """Words of session_order.py; with `leases`, the blocks of those that are left at the end."""
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: make engines-venv installs one")
+    installed()
     with lone_daemon() as daemon:
         script = Path(__file__).with_name("session_order.py")
         command = [PYTHON, script, str(daemon.socket), daemon.url]
@@ -49,13 +48,7 @@ def test_a_last_publish_that_is_refused_ends_what_was_published_before_it(told: 
 @pytest.fixture(scope="module")
 def odd() -> dict[str, Any]:
     """Words of odd_requests.py, which stops where the scheduler's side raises."""
-    if not PYTHON.exists():
-        pytest.skip("there is no vLLM here: make engines-venv installs one")
-    script = Path(__file__).with_name("odd_requests.py")
-    done = subprocess.run([PYTHON, script], timeout=START_S, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    return dict(told_by("odd_requests.py"))
 
 
 @pytest.mark.parametrize("prompt", ["tokens", "embeddings", "both"])
@@ -80,3 +73,8 @@ def test_a_load_that_fails_is_counted_when_vllm_ends_its_request_before_it_says_
 def test_what_is_kept_of_a_load_that_has_arrived_does_not_grow_with_its_prompt(odd: dict[str, Any]) -> None:
     """Its blocks, 4 KiB of ids, are none of the next request's business; the scheduler remembers 65,536 loads."""
     assert odd["kept of a load"] < 2048
+
+
+def test_another_connector_that_is_not_emptied_keeps_what_older_weights_computed(odd: dict[str, Any]) -> None:
+    """vLLM takes a reset for done where a connector does not know how."""
+    assert [odd[others] for others in ("all are emptied", "one is not", "one cannot be")] == [True, False, False]

@@ -13,17 +13,12 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960, vocab_size=576)
 """A model that 2 and 3 divide, as vLLM wants of every dimension that it splits."""
 SLIDING = dataclasses.replace(DIVISIBLE, window=100, sliding=(True, False, True, False))
-SIDES = {
-    "TP1-32": {"block_size": 32},
-    "TP1-96": {"block_size": 96},
-    "TP2-64": {"block_size": 64, "ranks": 2},
-    "TP3-32": {"block_size": 32, "ranks": 3},
-}
+SIDES = {"TP1-32": {"block_size": 32}, "TP2-64": {"block_size": 64, "ranks": 2}}
 """Keyed by TP and block size."""
-SHAPES = [("TP1-32", "TP1-96"), ("TP1-96", "TP1-32"), ("TP2-64", "TP1-32"), ("TP1-32", "TP2-64"), ("TP2-64", "TP3-32")]
-WINDOWED = {"TP1-32": {"block_size": 32}, "TP2-64": {"block_size": 64, "ranks": 2}}
+MORE_SIDES = SIDES | {"TP1-96": {"block_size": 96}, "TP3-32": {"block_size": 32, "ranks": 3}}
+SHAPES = [("TP2-64", "TP1-32"), ("TP1-32", "TP2-64")]
+MORE_SHAPES = [("TP1-32", "TP1-96"), ("TP1-96", "TP1-32"), ("TP2-64", "TP3-32")]
 PIPELINED = {"TP1-32": {"block_size": 32}, "PP2-64": {"block_size": 64, "ranks": 2, "stages": 2}}
-WINDOWED_SHAPES = [("TP1-32", "TP2-64"), ("TP2-64", "TP1-32")]
 
 
 def named(shape: tuple[str, str]) -> str:
@@ -37,17 +32,24 @@ def plain() -> Iterator[Several]:
 
 
 @pytest.fixture(scope="module")
-def windowed() -> Iterator[Several]:
-    with several(SLIDING, WINDOWED) as engines:
+def more() -> Iterator[Several]:
+    with several(DIVISIBLE, MORE_SIDES) as engines:
         yield engines
 
 
+@pytest.fixture(scope="module")
+def windowed() -> Iterator[Several]:
+    with several(SLIDING, SIDES) as engines:
+        yield engines
+
+
+@pytest.fixture(params=[*SHAPES, *(pytest.param(shape, marks=pytest.mark.long) for shape in MORE_SHAPES)], ids=named)
+def engines(request: pytest.FixtureRequest) -> Pair:
+    several: Several = request.getfixturevalue("plain" if request.param in SHAPES else "more")
+    return several.pair(*request.param)
+
+
 @pytest.fixture(params=SHAPES, ids=named)
-def engines(request: pytest.FixtureRequest, plain: Several) -> Pair:
-    return plain.pair(*request.param)
-
-
-@pytest.fixture(params=WINDOWED_SHAPES, ids=named)
 def sliding(request: pytest.FixtureRequest, windowed: Several) -> Pair:
     return windowed.pair(*request.param)
 
@@ -75,6 +77,7 @@ def test_a_sliding_window_alone(sliding: Pair, request: pytest.FixtureRequest) -
     read_whole(sliding, fresh(request), at_once=1)
 
 
+@pytest.mark.long
 def test_a_sliding_window_eight_at_once(sliding: Pair, request: pytest.FixtureRequest) -> None:
     read_whole(sliding, fresh(request), at_once=8)
 
@@ -99,18 +102,19 @@ def hash_of(name: str) -> int:
 
 
 def test_a_shared_prefix_is_moved_once(plain: Several) -> None:
-    engines = plain.pair("TP2-64", "TP3-32")
+    engines = plain.pair("TP2-64", "TP1-32")
     shared = prompt(200, seed=1)
     handed_over(engines, [shared])
     handed_over(engines, [shared + prompt(10 + 70 * i, seed=2) for i in range(6)], at_once=6)
     assert all(moved.tokens is not None and moved.tokens[0] >= 192 for moved in engines.transfers()[-6:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [("TP1-32", "TP3-32"), ("TP3-32", "TP1-32")], ids=named)
-def test_decode_holds_what_prefill_computed_bit_for_bit(plain: Several, shape: tuple[str, str]) -> None:
+def test_decode_holds_what_prefill_computed_bit_for_bit(more: Several, shape: tuple[str, str]) -> None:
     """In whole blocks, whose slots vLLM's CPU backend mixes."""
     size, length = 32, 1000
     tokens = prompt(length, seed=hash_of(named(shape)))
-    computed, moved = plain.pair(*shape).rows_of_handover(tokens, size)
+    computed, moved = more.pair(*shape).rows_of_handover(tokens, size)
     assert len(computed) == -(-length // size)
     assert len(computed & moved) >= length // size  # decode computes the last token anew

@@ -18,12 +18,12 @@ from engines import ANSWER_S, MODEL, Pair, Service, complete, eventually, leases
 from kvferry.reference.config import ModelSource
 from kvferry.reference.model import write_checkpoint
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engines, pytest.mark.long, pytest.mark.timeout(400)]
 PREFIX = prompt(160, seed=77)
 """The beginning of all prompts: five blocks, which the prefix caches keep."""
 DIVISIBLE = dataclasses.replace(MODEL, intermediate_size=960, vocab_size=576)
 """A model that 2 divides, as vLLM wants of every dimension that it splits."""
-RANKS = [(1, 1), *(pytest.param(ranks, marks=pytest.mark.long) for ranks in ((2, 1), (1, 2)))]
+RANKS = [(1, 1), (2, 1), (1, 2)]
 """Ranks of tensor parallelism, of prefill and of decode."""
 AT_ONCE, BEFORE, AFTER = 3, 6, 9
 """Clients, and how many answers they get before and after a change."""

@@ -12,11 +12,11 @@ from typing import TypeAlias
 from fleet import TIMEOUT_S, ended
 from remote import Remote, started
 from scene import Request, Scene
-from stopping import stopped
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import OrderBody
 from kvferryd.demo.fleet import DaemonService
+from stopping import stopped
 
 OTHERWISE = 1 << 20
 """Added to a request's seed: KV of another request."""

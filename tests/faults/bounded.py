@@ -14,7 +14,7 @@ import pytest
 from kvferryd.demo import fleet
 
 
-def bounded(monkeypatch: pytest.MonkeyPatch, sizes: Mapping[str, float], files: int = 0) -> None:
+def bounded(monkeypatch: pytest.MonkeyPatch, sizes: Mapping[str, object], files: int = 0) -> None:
     """Daemons that are started from now on in this test have them. sizes: by module and name. files: the descriptors
     that they may have, where it is not this process's number."""
     modules = {name.rpartition(".")[0] for name in sizes}

@@ -10,30 +10,14 @@ its own), and those of tests/integration (fleet, ranks, lives, ...).
 
 from __future__ import annotations
 
-import shutil
-import struct
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+from collections.abc import Generator, Iterator
 
 import pytest
 from fleet import Daemons
 from hosts import Host, host
 
-from kvferryd.demo.fleet import Fleet
-
 LAST = 40
 """Lines of each log that are told of a failure, and as many of warnings and worse."""
-
-
-@pytest.fixture(scope="module")
-async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
-    """Starts the daemons of one module; they end with it, stopped or not."""
-    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield Daemons(fleet)
 
 
 @pytest.fixture
@@ -41,26 +25,6 @@ def far() -> Iterator[Host]:
     """Another host: skips, saying so, where this process may not make network namespaces."""
     with host() as far:
         yield far
-
-
-@pytest.fixture
-def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Moves the clock of the wall of the processes that are started meanwhile by so many seconds."""
-    if (compiler := shutil.which("cc")) is None:
-        pytest.skip("jumps of the clock need a C compiler")
-    clock, ahead = tmp_path / "clock.so", tmp_path / "ahead"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", clock, Path(__file__).parent / "clock.c"], check=True)
-
-    def jump(seconds: int) -> None:
-        with ahead.open("r+b") as file:
-            file.write(struct.pack("l", seconds))
-
-    ahead.touch()
-    jump(0)
-    with monkeypatch.context() as inherited:
-        inherited.setenv("LD_PRELOAD", str(clock))
-        inherited.setenv("WALL_AHEAD", str(ahead))
-        yield jump
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,26 @@ import httpx
 import psutil
 from fleet import TIMEOUT_S, Daemons, until
 from hosts import Host, daemons_apart
+from pair import all_in
 from ranks import HND, NHD, Blocks, Shape
 from remote import Remote, remote
 from slots import gauge
-from stopping import stepped
 from victim import OWN_FAULT
-from wire import TCP, TRIES
+from wire import TCP, asked_for_bytes
 
 from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody, TransferRecord, TransferState
 from kvferryd.aio import together
 from kvferryd.demo.fleet import DaemonService, ServiceError
+from stopping import stepped, stopped
 
 BLOCK, COUNT = 1024, 48
 TOKENS = BLOCK * COUNT
 """28 MB of KV: a read that a source sends in many turns."""
 SMALL = BLOCK
+TRIES = 40
+"""To see what is over in a moment."""
 STATES = ("waiting", "connecting", "reading", "verifying", "not quiet")
 """not quiet: the transfer was aborted, and its read may still write."""
 GRACE_S = 5.0
@@ -73,7 +77,7 @@ class Setting:
     apart: bool = False
 
     def shapes(self) -> list[Shape]:
-        return [Shape(heads, self.axes, block_size=BLOCK, num_blocks=COUNT) for heads in self.heads]
+        return [Shape(heads, self.axes, block_size=BLOCK, num_blocks=COUNT + 1) for heads in self.heads]
 
 
 UCX = (TCP[0], f"{TCP[1]} KEEPALIVE_INTERVAL=2s")
@@ -217,11 +221,12 @@ class Scene:
                     self.receive(request)
                     await self._is_in(request, TransferState.CONNECTING)
                 case "reading":
-                    request = await self._caught(standing, TransferState.READING, TOKENS, deadline_s)
+                    request = await self._reads(standing, deadline_s)
                 case "verifying":
-                    request = await self._caught(standing, TransferState.VERIFYING, SMALL, deadline_s)
+                    request = await self._verifies(standing, deadline_s)
                 case _:
-                    request = await self._caught(standing, TransferState.READING, TOKENS, deadline_s)
+                    request = await self._reads(standing, deadline_s)
+                    await until(partial(asked_for_bytes, self.source.daemons[-1]), "the source is asked for bytes")
                     record = await self._record(request)
                     await self.reader.routers[-1].abort_transfer(record.transfer_id)
                     assert await self.quarantined(), "it was quiet at once"
@@ -232,21 +237,34 @@ class Scene:
                 for receiving in request.receives:
                     receiving.cancel()
 
-    async def _caught(self, standing: AsyncExitStack, state: TransferState, tokens: int, deadline_s: float) -> Request:
-        """A request with its source stopped while its last rank is in this state."""
-        pid = self.source.daemons[-1].process.pid
+    async def _reads(self, standing: AsyncExitStack, deadline_s: float) -> Request:
+        """A request that is being read while its source stands still: it was announced before the one that has been
+        read last."""
+        request = await self.published(TOKENS, deadline_s)
+        after = self.request(SMALL, TIMEOUT_S, COUNT)
+        await self.publish(after)
+        self.receive(after)
+        await asyncio.gather(*after.receives)
+        standing.enter_context(stopped(self.source.daemons[-1].process.pid))
+        self.receive(request)
+        await all_in(self.reader.routers[-1:], request.request_id, TransferState.READING)
+        return request
+
+    async def _verifies(self, standing: AsyncExitStack, deadline_s: float) -> Request:
+        """A request with its source stopped while its last rank reads whether the lease held."""
         for _ in range(TRIES):
-            request = await self.published(tokens, deadline_s)
+            request = await self.published(SMALL, deadline_s)
             async with AsyncExitStack() as trying:
-                step = trying.enter_context(stepped(pid, 0.001))
+                step = trying.enter_context(stepped(self.source.daemons[-1].process.pid))
                 self.receive(request)
                 while not request.receives[-1].done():
-                    if (records := await self._records(request)) and records[-1].ranks[-1].state is state:
+                    records = await self._records(request)
+                    if records and records[-1].ranks[-1].state is TransferState.VERIFYING:
                         await standing.enter_async_context(trying.pop_all())
                         return request
                     step()
             await asyncio.gather(*request.receives)
-        raise AssertionError(f"in {TRIES} tries no request was seen {state}")
+        raise AssertionError(f"in {TRIES} tries no request was seen while it was verified")
 
     async def published(self, tokens: int, deadline_s: float) -> Request:
         request = self.request(tokens, deadline_s)

@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -20,16 +21,15 @@ from authority import Authority, replace
 from bounded import bounded
 from fleet import TIMEOUT_S, ByHand, Daemons, open_files, peer_stub, refusal, resident_mb, screens, until
 from lives import engine_on, published, reads_from
-from pair import is_in
+from pair import all_read, meets, waits_for
 from ranks import Kv, Shape
-from stopping import stepped, stopped
 from test_peer_secret import secret_file
-from wire import TCP, TRIES
+from wire import TCP
 
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
 from kvferry.rpc import error_of
-from kvferry.schemas import OrderBody, PeerRequest, SourceBody, TransferState
+from kvferry.schemas import Awaited, OrderBody, PeerRequest, SourceBody
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import manifest_from_proto
 from kvferryd.api.callers import MAX_FROM_ONE, MAX_WAITING
@@ -37,6 +37,8 @@ from kvferryd.api.rest.explain import AT_ONCE
 from kvferryd.demo.fleet import DaemonService
 from kvferryd.transport.metadata import MAX_NBYTES, parse
 from kvferryd.transport.read import TransportError
+from stopping import stopped
+from support import refused
 
 pytestmark = pytest.mark.anyio
 STRANGER = "127.0.0.2"
@@ -163,12 +165,16 @@ async def test_one_address_waits_for_its_own_turns_only(daemons: Daemons, stack:
     asked = peer_pb2.PairRequest(engine_id="turns", epoch=engine.epoch, sources=[manifest], destination=manifest)
     stranger = await stack.enter_async_context(from_address(daemon, STRANGER))
     ours = await stack.enter_async_context(peer_stub(daemon))
-    many = [asyncio.create_task(refusal(stranger.Pair(asked))) for _ in range(MAX_WAITING + 1)]
-    done, waiting = await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED, timeout=TIMEOUT_S)
+    codes, waiting, ended = set[str](), set[asyncio.Task[KvferryError]](), set[asyncio.Task[KvferryError]]()
+    async with asyncio.timeout(TIMEOUT_S):
+        while "too_many_calls" not in codes:  # a call may have had its turn before the last has come
+            more = range(MAX_WAITING + 1 - len(waiting))
+            waiting |= {asyncio.create_task(refusal(stranger.Pair(asked))) for _ in more}
+            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            codes |= {(await each).code for each in ended}
+    assert codes <= {"too_many_calls", "unknown_dtype"}
     small = peer_pb2.PairRequest(engine_id="turns", epoch=engine.epoch, sources=[hostile(1)], destination=hostile(1))
     assert (await refusal(ours.Pair(small))).code == "unknown_dtype"
-    codes = [(await each).code for each in done]
-    assert "too_many_calls" in codes
     for each in waiting:
         each.cancel()
 
@@ -176,15 +182,19 @@ async def test_one_address_waits_for_its_own_turns_only(daemons: Daemons, stack:
 @pytest.fixture(scope="module")
 async def tight(daemons: Daemons) -> DaemonService:
     """A daemon whose bounds are small, for all tests whose bounds do not meet."""
-    sizes = {
-        "kvferry.listening.HEADER_S": 1.0,
-        "kvferry.protocol.source.READINGS": 9,
-        "kvferryd.api.rest.gate.BODY_TIMEOUT_S": 0.3,
-        "kvferryd.api.rest.routes.LONGEST_WAIT_S": 0.2,
-    }
+    sizes = {"kvferry.protocol.source.READINGS": 9, "kvferryd.api.rest.routes.LONGEST_WAIT_S": 0.2}
     with pytest.MonkeyPatch.context() as monkeypatch:
         bounded(monkeypatch, sizes)
         (daemon,) = await daemons.start("tight", 1, "--max-leases", "4")
+    return daemon
+
+
+@pytest.fixture(scope="module")
+async def hasty(daemons: Daemons) -> DaemonService:
+    """A daemon that waits for no request: not for one of ours either, where this process gets no time."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        bounded(monkeypatch, {"kvferry.listening.HEADER_S": 1.0, "kvferryd.api.rest.gate.BODY_TIMEOUT_S": 0.3})
+        (daemon,) = await daemons.start("hasty")
     return daemon
 
 
@@ -230,10 +240,9 @@ async def test_a_connection_that_proves_nothing_is_ended(
 
 
 def test_metadata_of_more_than_a_megabyte_is_not_even_read() -> None:
-    with pytest.raises(TransportError) as refused:
+    with refused("malformed_metadata", TransportError) as caught:
         parse("x", b"nixlSerDes|".ljust(MAX_NBYTES + 1, b"x"))
-    assert refused.value.code == "malformed_metadata"
-    assert str(MAX_NBYTES + 1) in str(refused.value)
+    assert str(MAX_NBYTES + 1) in str(caught.value)
 
 
 @pytest.mark.slow
@@ -244,19 +253,16 @@ async def test_a_process_that_tries_metadata_and_stands_still_speaks_against_no_
     (there,), (here,) = await daemons.start("tried-s"), await daemons.start("tried-r", 1, "--connect-timeout-s", "1")
     source, _ = await engine_on(stack, "tried-s", there)
     _, router = await engine_on(stack, "tried-r", here)
-    body = PeerRequest(engine_id=source.engine_id, address=source.address)
-
-    async def met() -> bool:
-        """A second may be too short for it on a busy machine."""
-        with contextlib.suppress(KvferryError):
-            return bool(await router.prewarm(body))
-        return False
-
-    await until(met, "it is met, and so the process is there")
+    await meets(router, source)
     await router.forget_peer(source.engine_id)
+
+    async def one_is_left() -> bool:
+        return len(screens(here)) == 1
+
+    await until(one_is_left, "those that were given up have ended")
     (trying,) = screens(here)
     trying.suspend()
-    await until(met, "it is met with another process")
+    await meets(router, source)  # with another process
 
     async def gone() -> bool:
         return trying not in screens(here)
@@ -273,9 +279,8 @@ async def test_a_process_that_tries_metadata_and_does_not_come_up_is_given_up(
     (there,), (here,) = await daemons.start("slow-s"), await daemons.start("slow-r")
     source, _ = await engine_on(stack, "slow-s", there)
     _, router = await engine_on(stack, "slow-r", here)
-    with pytest.raises(KvferryError) as refused:
+    with refused("transport_failed"):
         await router.prewarm(PeerRequest(engine_id=source.engine_id, address=source.address))
-    assert refused.value.code == "transport_failed"
 
     async def given_up() -> bool:  # after a handshake the next process is started, which does not come up either
         return not screens(here)
@@ -300,6 +305,17 @@ async def healthy(daemon: DaemonService, tls: ssl.SSLContext | bool = True) -> b
     url = daemon.url if tls is True else daemon.url.replace("http:", "https:")
     async with httpx.AsyncClient(verify=tls, trust_env=False, timeout=TIMEOUT_S) as http:
         return (await http.get(f"{url}/healthz")).status_code == 200
+
+
+async def answers(daemon: DaemonService, tls: ssl.SSLContext | bool = True) -> None:
+    """Wait until it answers a connection that it has not ended before."""
+
+    async def taken() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return await healthy(daemon, tls)
+        return False
+
+    await until(taken, f"{daemon.name} answers")
 
 
 LEFT, IDLERS = 40, 300
@@ -330,8 +346,8 @@ async def test_healthz_answers_while_half_open_connections_want_every_descriptor
     assert await healthy(daemon)
 
 
-async def test_a_request_whose_header_does_not_end_is_cut_off(tight: DaemonService, stack: AsyncExitStack) -> None:
-    silent, dripping = plain(tight, stack), half_open(tight, stack)
+async def test_a_request_whose_header_does_not_end_is_cut_off(hasty: DaemonService, stack: AsyncExitStack) -> None:
+    silent, dripping = plain(hasty, stack), half_open(hasty, stack)
 
     def cut_off() -> bool:
         """Whether both are ended, though one of them sends a byte now and then."""
@@ -348,7 +364,7 @@ async def test_a_request_whose_header_does_not_end_is_cut_off(tight: DaemonServi
 
     assert await asyncio.to_thread(cut_off)
     assert await ended_by_the_other_side(silent)
-    assert await healthy(tight)
+    await answers(hasty)
 
 
 async def test_calls_of_all_addresses_together_are_bounded(
@@ -403,9 +419,9 @@ async def test_a_peer_that_is_not_read_from_for_long_is_forgotten(
     await reads_from(reader, source, "again")
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(tight: DaemonService, stack: AsyncExitStack) -> None:
+async def test_a_body_that_does_not_come_is_not_waited_for(hasty: DaemonService, stack: AsyncExitStack) -> None:
     """Though a byte of it comes now and then."""
-    connection = plain(tight, stack)
+    connection = plain(hasty, stack)
     connection.sendall(b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
     connection.settimeout(0.05)
     said = b""
@@ -504,7 +520,7 @@ async def test_more_connections_than_the_bound_end_the_one_longest_without_a_req
     engine, router = await engine_on(stack, name, daemon)
     ordered = await router.order(OrderBody(request_id="r", source=SourceBody(engine_id="x", address=engine.address)))
     await router.close()
-    poll = f"GET /v1/transfers/{ordered.transfer_id}?wait=30 HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+    poll = f"GET /v1/transfers/{ordered.transfer_id}?wait=60 HTTP/1.1\r\nhost: x\r\n\r\n".encode()
     held = []
     for _ in range(bound):
         held.append(plain(daemon, stack))
@@ -513,6 +529,8 @@ async def test_more_connections_than_the_bound_end_the_one_longest_without_a_req
     assert select.select(held, [], [], 0) == ([], [], []), "none of them was ended"
     first, *_ = *held, plain(daemon, stack)
     assert await ended_by_the_other_side(first)
+    for connection in held[1:]:
+        connection.sendall(poll)
 
     async def one_more_is_ended() -> bool:
         """A caller that polls: unless it is ended at once it keeps its place."""
@@ -541,28 +559,22 @@ async def test_an_order_of_a_higher_priority_overtakes_those_that_are_being_read
     tokens, shape = 2048, Shape.tp(1, num_blocks=1024)
     source, _ = await engine_on(stack, "hurry-s", there, shape)
     reader, router = await engine_on(stack, "hurry-r", here, shape)
-    kv, all_read_at_once = Kv.random(tokens), False
-    for number in range(TRIES):  # a busy machine may let one end before the last is being read
-        prompts, done = {f"{name}-{number}": source.take(tokens) for name in HURRY}, list[str]()
-        async with asyncio.TaskGroup() as receiving:
-            for request_id, blocks in prompts.items():
-                source.write(kv, blocks)
+    kv, done = Kv.random(tokens), list[str]()
+    await reads_from(reader, source, "they meet")
+    for request_id in HURRY:
+        source.write(kv, blocks := source.take(tokens))
+        await source.publish(request_id, blocks, tokens)
+        priority = 7 if request_id == "urgent" else 0
+        await router.order(OrderBody(request_id=request_id, source=source.source(), priority=priority, way="direct"))
+        await until(partial(waits_for, router, request_id, Awaited.RESERVATION), "it is ordered")
+    await reads_from(reader, source, "their announcements have come, which were sent before this one")
+    async with asyncio.TaskGroup() as receiving:
+        with stopped(there.process.pid):  # no byte can be read
+            for request_id in HURRY:
                 received = receiving.create_task(reader.receive(request_id, reader.take(tokens)))
-                received.add_done_callback(lambda _, request_id=request_id, done=done: done.append(request_id))
-                priority = 7 if request_id.startswith("urgent") else 0
-                await router.order(
-                    OrderBody(request_id=request_id, source=source.source(), priority=priority, way="direct")
-                )
-            with stopped(here.process.pid):  # then it gets all announcements at once
-                await asyncio.gather(*(source.publish(each, blocks, tokens) for each, blocks in prompts.items()))
-            with stepped(there.process.pid) as step:
-                async with asyncio.timeout(TIMEOUT_S):
-                    while not (all_read_at_once or done):
-                        all_read_at_once = all([await is_in(router, each, TransferState.READING) for each in prompts])
-                        step()
-        if all_read_at_once:
-            break
-    assert all_read_at_once and done[0].startswith("urgent"), done
+                received.add_done_callback(lambda _, request_id=request_id: done.append(request_id))
+                await all_read(router, request_id)
+    assert done[0] == "urgent", done
 
 
 BODY_TO_COME = b"POST /v1/transfers HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\nexpect: 100-continue\r\n\r\n"
@@ -580,8 +592,10 @@ def unread(connection: socket.socket) -> None:
 async def test_clients_that_keep_the_daemon_waiting_keep_nobody_out(
     daemons: Daemons, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body that does not come takes all places, and then answers that are not read do."""
-    bounded(monkeypatch, {"kvferryd.api.rest.server.MAX_CONNECTIONS": PLACES})
+    """A body that does not come takes all places, and then answers that are not read do, as soon as the daemon waits
+    for that: whoever comes while it still answers all of them is sent away."""
+    server = "kvferryd.api.rest.server"
+    bounded(monkeypatch, {f"{server}.MAX_CONNECTIONS": PLACES, f"{server}.UNREAD_S": 3600})  # which would end them, too
     (daemon,) = await daemons.start("stalled")
     for _ in range(PLACES):
         held = plain(daemon, stack)
@@ -590,7 +604,7 @@ async def test_clients_that_keep_the_daemon_waiting_keep_nobody_out(
     assert await healthy(daemon)
     for _ in range(PLACES):
         await asyncio.to_thread(unread, plain(daemon, stack))
-    assert await healthy(daemon)
+    await answers(daemon)
 
 
 async def test_a_client_that_reads_no_answers_is_not_kept(
@@ -636,7 +650,7 @@ async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(
     bounded(monkeypatch, {"kvferry.listening.HEADER_S": 0.3})
     daemon, tls = await with_tls(daemons, tmp_path_factory.mktemp("tls"))
     assert await ended_by_the_other_side(plain(daemon, stack))
-    assert await healthy(daemon, tls)
+    await answers(daemon, tls)
 
 
 async def test_tls_handshakes_that_do_not_come_keep_nobody_out(
@@ -660,6 +674,5 @@ async def test_runs_that_are_too_many_are_not_read_one_by_one(
     turned = Shape.tp(1, axes=("block", "dim", "head", "slot"), num_blocks=16)
     reader, _ = await engine_on(stack, "columns", here, turned)
     await published(source, "r")
-    with pytest.raises(TransferFailed, match="arena_mb") as failed:
+    with refused("too_many_runs", TransferFailed, match="arena_mb", blocks_safe=True):
         await reader.receive("r", reader.take(50), source=source.source())
-    assert (failed.value.code, failed.value.blocks_safe) == ("too_many_runs", True)

@@ -27,11 +27,12 @@ async def pair(daemons: Daemons) -> AsyncIterator[TcpPair]:
         yield pair
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "LEAVE_S", 0.5)
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_cancelled_receive_that_is_not_quiet_says_so(pair: TcpPair, request_id: str) -> None:
     client, tables = pair.reader.ranks[0].client, pair.reader.take(TOKENS).tables()
 
@@ -59,6 +60,7 @@ async def test_a_cancelled_receive_that_is_quiet_is_cancelled_and_nothing_else(p
     assert not client._book.left(request_id)
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether_its_blocks_are_quiet(
     daemons: Daemons, stack: AsyncExitStack, pair: TcpPair, request_id: str
 ) -> None:
@@ -72,11 +74,7 @@ async def test_a_future_that_is_cancelled_does_not_end_before_it_can_say_whether
 
     client = await asyncio.to_thread(start)
     stack.push_async_callback(asyncio.to_thread, client.close)
-    source, small = pair.source.source(), shape.block_size
-    await pair.published("blocking-warm", small)
-    warm = client.receive("blocking-warm", pair.reader.take(small).tables(), source=source)
-    await asyncio.to_thread(warm.result, TIMEOUT_S)
-    tables = pair.reader.take(TOKENS).tables()
+    source, tables = pair.source.source(), pair.reader.take(TOKENS).tables()
     reader = replace(pair, reader_router=await stack.enter_async_context(RouterClient(daemon.url)))
     receives = []
 

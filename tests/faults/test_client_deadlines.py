@@ -11,7 +11,6 @@ from fleet import TIMEOUT_S, Daemons
 from google.protobuf.message import Message
 from lives import TP1, engine_on, published
 from ranks import Blocks, TestEngine
-from stopping import stopped
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import EngineClient, TransferFailed, Unsettled
@@ -19,6 +18,7 @@ from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import DestinationBody, LeaseState, OrderBody
 from kvferryd.demo.fleet import DaemonService
+from stopping import stopped
 
 pytestmark = pytest.mark.anyio
 CALL_S = 0.5
@@ -156,9 +156,13 @@ async def test_the_threads_of_a_blocking_client_are_not_kept_either(
     daemon: DaemonService, stack: AsyncExitStack, request_id: str
 ) -> None:
     client = await asyncio.to_thread(
-        lambda: BlockingEngineClient.connect(str(daemon.socket), engine_id="threads", epoch="1", call_timeout_s=CALL_S)
+        lambda: BlockingEngineClient.connect(
+            str(daemon.socket), engine_id="threads", epoch="1", call_timeout_s=TIMEOUT_S
+        )
     )
+    assert client.client._session.call_timeout_s == TIMEOUT_S
     with stopped(daemon.process.pid):
+        client.client._session.call_timeout_s = CALL_S  # attaching may take longer
         receiving = client.receive(request_id, BLOCKS.tables(), deadline_s=0.5)
         with pytest.raises(KvferryError):
             await asyncio.to_thread(receiving.result, TIMEOUT_S)

@@ -39,7 +39,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 async def test_a_stopped_process_goes_on_even_when_the_test_is_killed() -> None:
     killed = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", KILLED, cwd=Path(__file__).parent, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", KILLED, cwd=Path(__file__).parents[1], stdout=asyncio.subprocess.PIPE
     )
     output, _ = await asyncio.wait_for(killed.communicate(), TIMEOUT_S)
     sleeper = int(output)

@@ -1,4 +1,5 @@
-"""NIXL metadata comes from whoever answers a handshake: no bytes of it harm the daemon that asked, or the real peer."""
+"""The answer to a handshake, and the NIXL metadata in it, may be anything. No bytes of it harm the daemon that asked
+or the real peer."""
 
 from __future__ import annotations
 
@@ -16,12 +17,17 @@ from fleet import SPOKEN, Daemons, peer_stub
 from lives import engine_on, reads_from
 
 from kvferry.errors import KvferryError
+from kvferry.manifest.model import MOST
 from kvferry.schemas import PeerRequest
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
+from kvferryd.demo.fleet import DaemonService
+from kvferryd.engine.registry import MAX_WORLD_SIZE
+from kvferryd.staging.arena import SLOT_ALIGN
 from kvferryd.transport.metadata import LENGTH, parse
 from kvferryd.transport.read import TransportError
 
 pytestmark = pytest.mark.anyio
+Reply = peer_pb2.HandshakeReply
 SEED = random.randrange(1 << 32)
 ANY, WELL_FORMED = (300, 40) if os.environ.get("HYPOTHESIS_PROFILE") == "ci" else (20, 10)
 """Mutations of any byte, and of those that only UCX looks at: all of them in the gate, others each time."""
@@ -63,6 +69,13 @@ async def impostor(said: peer_pb2.HandshakeReply) -> AsyncIterator[tuple[Imposto
         yield service, f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
+
+
+@pytest.fixture(scope="module")
+async def both(daemons: Daemons) -> tuple[DaemonService, DaemonService]:
+    """The daemon that is impersonated, and the one that asks."""
+    (theirs,), (ours,) = await daemons.start("source"), await daemons.start("reader")
+    return theirs, ours
 
 
 def inner(blob: bytes) -> list[range]:
@@ -107,12 +120,12 @@ def malformed(blob: bytes) -> Iterator[bytes]:
 
 
 async def test_metadata_that_no_agent_wrote_is_refused_and_the_real_peer_is_read(
-    daemons: Daemons, stack: AsyncExitStack, record_property: Callable[[str, object], None]
+    both: tuple[DaemonService, DaemonService], stack: AsyncExitStack, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("seed", SEED)
     print(f"seed {SEED}")
     rng = random.Random(SEED)
-    (theirs,), (ours,) = await daemons.start("source"), await daemons.start("reader")
+    theirs, ours = both
     source, _ = await engine_on(stack, "source", theirs)
     reader, router = await engine_on(stack, "reader", ours)
     async with peer_stub(theirs) as stub:
@@ -147,3 +160,45 @@ async def test_metadata_that_no_agent_wrote_is_refused_and_the_real_peer_is_read
         assert told <= {"loaded", "malformed_metadata", "transport_failed", "peer_unreachable", "peer_lost"}
         assert await dial(good) == "loaded"
     await reads_from(reader, source, "r")
+
+
+def with_regions(reply: Reply) -> None:
+    reply.regions.extend([peer_pb2.RegionAddress()] * MOST["regions"])
+
+
+def with_members(reply: Reply) -> None:
+    reply.members.extend([peer_pb2.Member()] * MAX_WORLD_SIZE)
+
+
+def with_small_slots(reply: Reply) -> None:
+    """Which its own daemon would not pack: of chunks that small it has none."""
+    reply.staging.nbytes, reply.staging.slot_nbytes = 1 << 20, SLOT_ALIGN // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "field"),
+    [
+        (with_regions, "malformed_handshake", "regions"),
+        (with_members, "malformed_handshake", "members"),
+        (with_small_slots, "protocol", "staging.slot_nbytes"),
+    ],
+)
+async def test_an_answer_beyond_the_bounds_is_refused(
+    both: tuple[DaemonService, DaemonService],
+    stack: AsyncExitStack,
+    change: Callable[[Reply], None],
+    code: str,
+    field: str,
+) -> None:
+    theirs, ours = both
+    name = change.__name__
+    await engine_on(stack, f"{name}-s", theirs)
+    _, router = await engine_on(stack, f"{name}-r", ours)
+    async with peer_stub(theirs) as stub:
+        said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=f"{name}-s"))
+    change(said)
+    async with impostor(said) as (service, address):
+        service.moves_to(address) if name == "with_small_slots" else None
+        with pytest.raises(KvferryError) as refused:
+            await router.prewarm(PeerRequest(engine_id=f"{name}-s", address=address))
+    assert (refused.value.code, refused.value.field) == (code, field)

@@ -1,4 +1,5 @@
-"""A daemon that is advertised by name, and comes back at another address: its pod was made anew."""
+"""A daemon that is advertised by name, and comes back at another address: its pod was made anew. An interface that gets
+another address."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from fleet import TIMEOUT_S, Daemons
+from fleet import TIMEOUT_S, Daemons, peer_stub
+from hosts import Host, _ip
 from lives import engine_on
 from ranks import Kv, TestEngine
 
+from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
+from kvferry.v1 import peer_pb2
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -89,3 +93,23 @@ async def test_a_source_that_comes_back_at_another_address_of_its_name_is_read_a
     await daemons.fleet.ready(after, timeout_s=TIMEOUT_S)
     source, _ = await engine_on(stack, "source", after)
     await moved(source, reader, "after")
+
+
+async def test_a_source_says_the_addresses_that_its_interface_had_when_the_engine_registered(
+    daemons: Daemons, far: Host, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", far.device)
+    daemon = daemons.fleet.daemon("gets-an-address", flags=())
+    await daemons.fleet.ready(daemon, timeout_s=TIMEOUT_S)
+    await engine_on(stack, "before", daemon)
+    _ip("addr", "add", "fd00:7::1/64", "dev", far.device, "nodad")
+    await engine_on(stack, "after", daemon)
+
+    async def told(engine_id: str) -> list[str]:
+        asked = peer_pb2.HandshakeRequest(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, engine_id=engine_id)
+        async with peer_stub(daemon) as stub:
+            return list((await stub.Handshake(asked, timeout=TIMEOUT_S)).ucx)
+
+    listens = f"{far.here} ({far.device})"
+    assert await told("before") == [listens]
+    assert await told("after") == [listens, f"fd00:7::1 ({far.device})"]

@@ -24,6 +24,7 @@ from kvferry.schemas import PeerRequest, SourceBody
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.demo.fleet import DaemonService
 from kvferryd.peers.secret import NAME, PeerSecret
+from support import refused
 
 pytestmark = pytest.mark.anyio
 OURS, THEIRS = secrets.token_hex(32), secrets.token_hex(32)
@@ -186,7 +187,7 @@ async def test_an_impostor_sees_no_certificate_of_a_daemon_that_dials_it(
     assert not any(seen)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/faults/test_rotation.py does it in connections that stand
 async def test_a_secret_is_rotated_without_a_failed_transfer(
     daemons: Daemons, stack: AsyncExitStack, tmp_path: Path
 ) -> None:
@@ -239,8 +240,7 @@ async def test_a_file_that_makes_no_sense_leaves_the_secret_in_use(
 
 @pytest.mark.parametrize("lines", [["short"], [OURS, "short"], [OURS, THEIRS, OURS]])
 def test_a_daemon_does_not_start_with_a_file_that_makes_no_sense(tmp_path: Path, lines: list[str]) -> None:
-    with pytest.raises(KvferryError) as refused:
+    with refused("bad_config", field="peer_secret_file") as caught:
         PeerSecret(secret_file(tmp_path / "it", *lines))
-    assert (refused.value.code, refused.value.field) == ("bad_config", "peer_secret_file")
-    assert "openssl rand -hex 32" in refused.value.remedy
-    assert OURS not in str(refused.value)
+    assert "openssl rand -hex 32" in caught.value.remedy
+    assert OURS not in str(caught.value)

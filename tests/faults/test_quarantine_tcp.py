@@ -7,6 +7,7 @@ source does, whatever has become of its request by then.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from wire import BIG, NBYTES, TOKENS, MidRead, TcpPair, tcp_pair
 
 from kvferry.errors import KvferryError
 from kvferry.schemas import TransferState
+from support import refused
 
 pytestmark = pytest.mark.anyio
 COUNT = TOKENS // BIG.block_size
@@ -38,11 +40,9 @@ async def pair(daemons: Daemons, request_id: str) -> AsyncIterator[TcpPair]:
 
 
 @pytest.fixture
-async def reader(pair: TcpPair, request_id: str) -> AsyncIterator[Remote]:
-    """The engine that receives: a process of its own, beside the pair's. It has read from the source once."""
+async def reader(pair: TcpPair) -> AsyncIterator[Remote]:
+    """The engine that receives: a process of its own, beside the pair's."""
     async with remote(pair.reader_daemon, "decode", BIG) as reader:
-        await publish(pair, f"{request_id}-warm", 0)
-        await reader.receive(f"{request_id}-warm", BLOCKS, pair.source.source())
         yield reader
 
 
@@ -55,9 +55,8 @@ async def test_blocks_of_a_cancelled_receive_are_given_to_nobody_until_they_are_
         await until(lambda: is_in(pair.reader_router, old.request_id, aborted), "the transfer is aborted")
         assert await pair.quarantined() >= NBYTES
         await refuses(reader, request_id)
-        with pytest.raises(KvferryError) as free:  # others are free: it is taken, and nobody orders it
+        with refused("deadline"):  # others are free: it is taken, and nobody orders it
             await reader.receive(f"{request_id}-free", Blocks((2 * COUNT,), 1), deadline_s=0.1)
-        assert free.value.code == "deadline"
 
     async def quiet() -> bool:
         return await pair.quarantined() == 0
@@ -74,12 +73,29 @@ async def test_an_engine_learns_when_the_blocks_of_an_aborted_receive_are_safe(
         await pair.reader_router.abort_request(old.request_id)
         with pytest.raises(KvferryError):
             await asyncio.wait_for(asyncio.shield(old.receiving), TIMEOUT_S)
+        (record,) = await pair.reader_router.transfers(old.request_id)
+        assert 0 < record.phases_ms["moving"] <= record.phases_ms["reading"], "bytes moved until it was aborted"
         quiesced = await stack.enter_async_context(under_way(reader.quiesced(old.request_id)))
         await refuses(reader, request_id)
         assert not quiesced.done()
     await asyncio.wait_for(quiesced, TIMEOUT_S)
     await receives_the_new(pair, reader, request_id)  # with no further wait: safe is safe
     assert await pair.quarantined() == 0
+
+
+async def test_a_daemon_stops_by_itself_while_a_read_is_not_quiet(daemons: Daemons, request_id: str) -> None:
+    """The end of its agent alone ends that read: nothing is waited for before that, or the keeper kills the daemon."""
+    async with (
+        tcp_pair(daemons, request_id[-8:], kept=True) as pair,
+        remote(pair.reader_daemon, "decode", BIG) as reader,
+        abandoned(pair, reader, request_id) as old,
+        under_way(reader.cancel(old.request_id)),
+    ):
+        aborted, daemon = TransferState.ABORTED, pair.reader_daemon
+        await until(lambda: is_in(pair.reader_router, old.request_id, aborted), "the transfer is aborted")
+        daemon.signal(signal.SIGTERM)  # its drain waits for nothing: the fleet says so
+        assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
+        assert "killed" not in daemon.log.read_text()
 
 
 @asynccontextmanager
@@ -99,19 +115,15 @@ async def refuses(reader: Remote, request_id: str) -> None:
     for number, blocks in enumerate(OVERLAPS):
         try:
             await reader.receive(f"{request_id}-{number}", blocks, deadline_s=0.1)
-        except KvferryError as refused:
-            codes.append(refused.code)
+        except KvferryError as error:
+            codes.append(error.code)
     assert codes == ["blocks_not_quiet"] * len(OVERLAPS)
 
 
 async def receives_the_new(pair: TcpPair, reader: Remote, request_id: str) -> None:
     """The same blocks are reserved again, and hold what was read last."""
-    await publish(pair, f"{request_id}-new", NEW)
+    kv, blocks = Kv.random(TOKENS, NEW), pair.source.take(TOKENS)
+    pair.source.write(kv, blocks)
+    await pair.source.publish(f"{request_id}-new", blocks, TOKENS)
     await reader.receive(f"{request_id}-new", BLOCKS, pair.source.source())
     assert await reader.differs(BLOCKS, TOKENS, NEW) == ""
-
-
-async def publish(pair: TcpPair, request_id: str, seed: int) -> None:
-    kv, blocks = Kv.random(TOKENS, seed), pair.source.take(TOKENS)
-    pair.source.write(kv, blocks)
-    await pair.source.publish(request_id, blocks, TOKENS)

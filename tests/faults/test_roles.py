@@ -151,6 +151,20 @@ async def test_the_reader_still_ends_the_lease_that_it_was_to_read(scene: Scene,
     assert await lease.ended() is LeaseState.REVOKED
 
 
+async def test_the_lease_ends_as_well_where_the_engine_that_was_to_read_it_has_gone(
+    scene: Scene, daemons: Daemons, request_id: str
+) -> None:
+    _, (lease,) = await published(scene.source, request_id)
+    (daemon,) = await daemons.start("roles-gone")
+    async with AsyncExitStack() as stack, RouterClient(daemon.url) as router:
+        reader, _ = await engine_on(stack, "roles-gone", daemon)
+        ordered = await router.order(OrderBody(request_id=request_id, source=scene.source.source()))
+        await reader.close()
+        assert (await router.wait(ordered.transfer_id)).state.ended
+        await router.abort_request(request_id)
+    assert await lease.ended() is LeaseState.REVOKED
+
+
 def joining(
     address: str, rank: int, epoch: str, world_size: int = 2, engine_id: str = "roles-r"
 ) -> peer_pb2.JoinRequest:

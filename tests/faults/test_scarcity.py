@@ -11,7 +11,7 @@ import pytest
 from fleet import Daemons, refusal
 from lives import TP1
 from ranks import TestEngine
-from scene import DIRECT, SMALL, Held, Scene, scened
+from scene import DIRECT, SMALL, Held, Scene, gauge_of, scened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 HOUR_S = 3600
@@ -77,12 +77,17 @@ async def test_the_clock_of_the_wall_jumps(
             jump(ahead_s)
             await request.goes_on()
             if state == "waiting":
+                assert await gauge_of(scene.reader.daemons[0], "queue_oldest_seconds") < HOUR_S / 2, "it has just come"
                 await scene.order(request)
             elif state == "connecting":
                 await scene.publish(request)
             await scene.ended(request)
         assert request.ends == ["done"], request.said
         await scene.holds(request)
+        (record,) = await scene.reader.routers[0].transfers(request.request_id)
+        assert record.ended_at is not None
+        lasted_ms = 1e3 * (record.ended_at - record.created_at)
+        assert lasted_ms == pytest.approx(record.phases_ms["total"], abs=1e3), "the record contradicts itself"
         said_s = max(record.created_at for record in await scene.reader.routers[0].transfers(limit=1))
         assert abs(said_s - time.time() - ahead_s) < HOUR_S / 2, "the daemon has not seen the clock jump"
     record_property("seen", ["the clock jumps by an hour or two", "done", "", ""])

@@ -14,22 +14,26 @@ end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+import ctypes
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import httpx
-from fleet import TCP_ALONE, TIMEOUT_S, Daemons, under_way
-from pair import is_in
+from fleet import TCP_ALONE, TIMEOUT_S, Daemons, under_way, until
+from pair import all_read
 from ranks import TOKEN_NBYTES, Blocks, Kv, Shape, TestEngine
 from slots import gauge
-from stopping import stepped
 
 from kvferry.engine import Lease
 from kvferry.router import RouterClient
-from kvferry.schemas import TransferState
 from kvferryd.demo.fleet import DaemonService
+from stopping import stopped
 
 T = TypeVar("T")
 TCP = ("--ucx", f"TLS={TCP_ALONE} NET_DEVICES=lo")
@@ -39,8 +43,39 @@ BIG = Shape.tp(1, block_size=1024, num_blocks=128)
 TOKENS = 48 << 10
 """Tokens of one big request: 48 blocks of BIG, 28 MB. Two of them fit, and a small one."""
 NBYTES = TOKENS * TOKEN_NBYTES
-TRIES = 40
-"""To see what is over in a moment."""
+
+
+ESTABLISHED = "01"
+PIDFD_GETFD = 438
+"""The number of that call, on every processor."""
+
+
+def of_ucx(source: DaemonService) -> Iterator[tuple[int, int]]:
+    """(descriptor, bytes that lie unread) of each connection by which the source's bytes go."""
+    process = Path(f"/proc/{source.process.pid}")
+    own = {os.readlink(file): int(file.name) for file in (process / "fd").iterdir()}
+    doors = {int(address.rpartition(":")[2]) for address in (source.peer, source.url)}
+    for line in (process / "net" / "tcp").read_text().splitlines()[1:]:
+        _, local, _, state, queues, _, _, _, _, inode, *_ = line.split()
+        port, unread = int(local.rpartition(":")[2], 16), int(queues.rpartition(":")[2], 16)
+        if state == ESTABLISHED and port not in doors and (descriptor := own.get(f"socket:[{inode}]")) is not None:
+            yield descriptor, unread
+
+
+async def asked_for_bytes(source: DaemonService) -> bool:
+    """Whether a question lies unread at a source that stands still, on a connection of UCX."""
+    return any(unread for _, unread in of_ucx(source))
+
+
+def cut(source: DaemonService) -> None:
+    """Break the connections by which the source's bytes go: its daemon lives, and its other connections stand."""
+    process, libc = os.pidfd_open(source.process.pid), ctypes.CDLL(None, use_errno=True)
+    ours = [libc.syscall(PIDFD_GETFD, process, descriptor, 0) for descriptor, _ in of_ucx(source)]
+    os.close(process)
+    assert ours and min(ours) >= 0, os.strerror(ctypes.get_errno())
+    for descriptor in ours:  # all are held by now: as one breaks, the daemon closes others
+        with socket.socket(fileno=descriptor) as connection, suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
@@ -80,27 +115,19 @@ class TcpPair:
         self, request_id: str, receive: Callable[[str], Coroutine[Any, Any, T]]
     ) -> AsyncIterator[MidRead[T]]:
         """Inside the block a request is being read, and the source's daemon stands still. `receive`: of a request that
-        has been published. A busy machine may let a read end in one step: then another request is tried."""
-        for number in range(TRIES):
-            name = f"{request_id}-{number}"
-            kv, _, _ = await self.published(name)
-            async with AsyncExitStack() as standing:
-                receiving = await standing.enter_async_context(under_way(receive(name)))
-                step = standing.enter_context(stepped(self.source_daemon.process.pid))
-                if await self._reads(name, receiving, step):
-                    yield MidRead(name, kv, receiving)
-                    return
-        raise AssertionError(f"in {TRIES} tries no request was seen while it was read")
-
-    async def _reads(self, request_id: str, receiving: asyncio.Task[Any], step: Callable[[], None]) -> bool:
-        """False if it has been read before anybody saw it."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while not await is_in(self.reader_router, request_id, TransferState.READING):
-                if receiving.done():
-                    await receiving
-                    return False
-                step()
-        return True
+        has been published. Its engine has met the source by then, and has heard of the request, which was announced
+        before the one that it has received last: so the read begins while the source stands still."""
+        await self.published(f"{request_id}-before")
+        await receive(f"{request_id}-before")
+        kv, _, _ = await self.published(request_id)
+        await self.published(f"{request_id}-next")
+        await receive(f"{request_id}-next")
+        async with AsyncExitStack() as standing:
+            receiving = await standing.enter_async_context(under_way(receive(request_id)))
+            standing.enter_context(stopped(self.source_daemon.process.pid))
+            await all_read(self.reader_router, request_id)
+            await until(partial(asked_for_bytes, self.source_daemon), "the source is asked for bytes")
+            yield MidRead(request_id, kv, receiving)
 
     async def quarantined(self) -> float:
         """Bytes that the reader's daemon holds back, as it says in its metrics."""
@@ -109,12 +136,14 @@ class TcpPair:
 
 
 @asynccontextmanager
-async def tcp_pair(daemons: Daemons, name: str, *flags: str, shape: Shape = BIG) -> AsyncIterator[TcpPair]:
+async def tcp_pair(
+    daemons: Daemons, name: str, *flags: str, shape: Shape = BIG, kept: bool = False
+) -> AsyncIterator[TcpPair]:
     """Two fresh daemons over TCP, `flags` for both, an engine at each. The reader has read from the source once: what
-    is tested next is a read and not a handshake."""
-    (source_daemon,), (reader_daemon,) = await asyncio.gather(
-        daemons.start(f"{name}-source", 1, *TCP, *flags), daemons.start(f"{name}-reader", 1, *TCP, *flags)
-    )
+    is tested next is a read and not a handshake. kept: the reader's is under a keeper."""
+    source_daemon = daemons.fleet.daemon(f"{name}-source", flags=[*TCP, *flags])
+    reader_daemon = daemons.fleet.daemon(f"{name}-reader", flags=[*TCP, *flags], kept=kept)
+    await daemons.fleet.ready(source_daemon, reader_daemon, timeout_s=TIMEOUT_S)
     source, reader = await asyncio.gather(
         TestEngine.start(f"{name}-source", [source_daemon], shape),
         TestEngine.start(f"{name}-reader", [reader_daemon], shape),

@@ -6,23 +6,11 @@ repeats a run.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 import pytest
 from fleet import Daemons
 from target import Target, answering, target_of
-
-from kvferryd.demo.fleet import Fleet
-
-
-@pytest.fixture(scope="module")
-async def daemons(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Daemons]:
-    async with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield Daemons(fleet)
 
 
 @pytest.fixture(scope="module")

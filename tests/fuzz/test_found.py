@@ -18,6 +18,7 @@ from kvferry.engine import TransferFailed
 from kvferry.rpc import error_of
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import tables_to_proto
+from support import refused
 
 pytestmark = pytest.mark.anyio
 METHODS = [("Engine", "Attach"), ("Engine", "End"), ("Peer", "Handshake"), ("Peer", "Map"), ("Peer", "Read")]
@@ -28,9 +29,9 @@ METHODS = [("Engine", "Attach"), ("Engine", "End"), ("Peer", "Handshake"), ("Pee
 async def test_bytes_that_are_no_message_are_refused_by_name(attacked: Target, service: str, method: str) -> None:
     """UNKNOWN or INTERNAL, and a traceback in the log for anybody who sent two bytes."""
     where = f"unix:{attacked.daemon.socket}" if service == "Engine" else attacked.daemon.peer
-    with grpc.insecure_channel(where) as door, pytest.raises(grpc.RpcError) as refused:
+    with grpc.insecure_channel(where) as door, pytest.raises(grpc.RpcError) as caught:
         await asyncio.to_thread(streamed, door, service, method, layout_pb2.Problem, [b"\xff\xff"], 1)
-    assert error_of(refused.value, "it").code == "malformed_message"  # type: ignore[arg-type]
+    assert error_of(caught.value, "it").code == "malformed_message"  # type: ignore[arg-type]
 
 
 class Nameless(Impostor):
@@ -58,9 +59,8 @@ async def test_a_peer_that_gives_up_without_a_reason_is_no_fault_of_ours(attacke
         await attacked.router.forget_peer(attacked.friend.engine_id)
         source = attacked.friend.source().model_copy(update={"address": address})
         client = attacked.engine.ranks[0].client
-        with pytest.raises(TransferFailed) as failed:
+        with refused("peer_failed", TransferFailed):
             await client.receive("nameless", attacked.engine.take(20).tables(), (0, 20), source=source, way="direct")
-        assert failed.value.code == "peer_failed"
         attacked.loaded += 1
         await attacked.router.forget_peer(attacked.friend.engine_id)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-sys.path.append(str(Path(__file__).parents[1] / "integration"))
+# Found from here where a file of this folder is a process of its own, too.
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "integration"))
 
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda

@@ -6,13 +6,14 @@ import asyncio
 import gc
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
 from needs import GPUS
+
+from support import refused
 
 # isort: split
 import gpu_engine
@@ -139,11 +140,9 @@ async def test_a_fence_orders_the_reader_behind_the_stream(pair: Pair) -> None:
     pair.source.write(old, given)
     expected = pair.expected(new, taken)
     pair.write_late(new, given, SECOND // 4)
-    began = time.monotonic()
     fence = await pair.fence()
     (lease,) = await pair.source.publish(request_id, given, TOKENS, after=fence)
-    assert time.monotonic() - began < 0.1, "nobody has waited"
-    assert not pair.stream.query()
+    assert not pair.stream.query(), "nobody has waited"
     await pair.receive(request_id, taken)
     assert pair.stream.query(), "the reader has"
     assert pair.destination.differences(expected) == ""
@@ -185,9 +184,8 @@ async def test_a_fence_that_is_never_reached_ends_the_lease(pair: Pair) -> None:
     assert isinstance(outcome, TransferFailed)
     assert outcome.code == "fence_timeout", outcome
     assert outcome.blocks_safe
-    with pytest.raises(KvferryError) as told:
+    with refused("fence_timeout"):
         await asyncio.wait_for(lease.ended(), 10)
-    assert told.value.code == "fence_timeout"
     async with RouterClient(near.url) as router:
         assert not [each for each in await router.leases() if each.request_id == request_id]
     await asyncio.to_thread(pair.stream.synchronize)

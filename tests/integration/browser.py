@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ COMMAND = [
     "--disable-extensions", "--disable-sync", "--hide-scrollbars", "--force-color-profile=srgb",
 ]  # fmt: skip
 
+STARTS = 3
+"""How often Chromium is started for one page."""
 PHONE = {"width": 390, "height": 844}
 CLIPPED = """
 [...document.querySelectorAll('body *')].filter((it) => {
@@ -55,53 +57,61 @@ CONTRASTS = """
 """Texts that differ less from what is behind them than WCAG asks for, and by how much."""
 
 
-class Browser:
-    """Make it with `browser`."""
+class BrowserEnded(AssertionError):
+    """Chromium has ended by itself."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+
+class Browser:
+    """Make it with `browser`. A Chromium that has ended before a page is loaded is started again: on a loaded machine
+    its helpers may not come up in the time that it gives them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._over = False
+        self._starts = itertools.count(1)
+        self._running: Running | None = None
         self.pages: dict[str, Page] = {}
 
     async def ask(self, method: str, session: str | None = None, **params: Any) -> Any:
+        assert self._running is not None
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
-        assert not self._over, "the browser has ended: chromium.log says why"
-        self._asked[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(json.dumps(message).encode() + b"\0")
-        return await asyncio.wait_for(self._asked[number], TIMEOUT_S)
+        return await asyncio.wait_for(self._running.ask(message), TIMEOUT_S)
 
-    async def listen(self) -> None:
-        """Until the browser ends."""
-        with suppress(asyncio.IncompleteReadError):
-            while True:
-                message = json.loads((await self._reader.readuntil(b"\0"))[:-1])
-                if (future := self._asked.pop(message.get("id", 0), None)) is not None:
-                    if "error" in message:
-                        future.set_exception(AssertionError(message["error"]["message"]))
-                    else:
-                        future.set_result(message["result"])
-                elif (page := self.pages.get(message.get("sessionId", ""))) is not None:
-                    page.told(message["method"], message["params"])
-        self._over = True
-        for future in self._asked.values():
-            future.set_exception(AssertionError("the browser has ended"))
+    def _told(self, message: dict[str, Any]) -> None:
+        if (page := self.pages.get(message.get("sessionId", ""))) is not None:
+            page.told(message["method"], message["params"])
+
+    async def close(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            await running.close()
+
+    async def _tab(self) -> tuple[str, str]:
+        """An empty tab: its context, and its session."""
+        for left in reversed(range(STARTS)):
+            try:
+                if self._running is None:
+                    name = f"chromium-{next(self._starts)}"
+                    self._running = await Running.start(self._directory, name, self._told)
+                context = (await self.ask("Target.createBrowserContext"))["browserContextId"]
+                blank = await self.ask("Target.createTarget", url="about:blank", browserContextId=context)
+                attached = await self.ask("Target.attachToTarget", targetId=blank["targetId"], flatten=True)
+            except BrowserEnded:
+                await self.close()
+                if not left:
+                    raise
+            else:
+                return context, attached["sessionId"]
+        raise AssertionError("unreachable")
 
     @asynccontextmanager
-    async def page(
-        self, url: str, *, width: int = 1400, height: int = 900, dark: bool = False, scale: float = 1
-    ) -> AsyncIterator[Page]:
+    async def page(self, url: str, *, width: int = 1400, height: int = 900, scale: float = 1) -> AsyncIterator[Page]:
         """A tab of a session of its own, with the page loaded."""
-        context = (await self.ask("Target.createBrowserContext"))["browserContextId"]
-        target = (await self.ask("Target.createTarget", url="about:blank", browserContextId=context))["targetId"]
-        session = (await self.ask("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
+        context, session = await self._tab()
         page = self.pages[session] = Page(self, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
             await page.ask(f"{domain}.enable")
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        await page.ask("Emulation.setEmulatedMedia", features=[scheme])
         phone = width < 700
         await page.ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
@@ -116,13 +126,13 @@ class Browser:
             del self.pages[session]
 
     @asynccontextmanager
-    async def watching(self, url: str, path: str = "", *, ready: bool = True, **more: Any) -> AsyncIterator[Page]:
+    async def watching(self, url: str, path: str = "", **more: Any) -> AsyncIterator[Page]:
         """A page of ours, with its first answers drawn. Nothing may be red in its console, nothing asked of anybody
-        but this url. ready: whether /readyz answers 200; a browser says in red that it does not."""
+        but this url."""
         async with self.page(f"{url}/{path}", **more) as page:
             await page.until("!document.getElementById('content').hidden")
             yield page
-            assert [fault for fault in page.faults if ready or "status of 503" not in fault] == []
+            assert page.faults == []
             assert [address for address in page.requested if not address.startswith(f"{url}/")] == []
 
 
@@ -174,6 +184,15 @@ class Page:
         await self.value(f"{{ const it = document.querySelector({selector!r}); it.focus(); it.select(); }}")
         await self.ask("Input.insertText", text=text)
 
+    async def readable(self) -> None:
+        """Nothing is cut off, and every text stands out from what is behind it, in dark colours and in light ones."""
+        assert await self.value(CLIPPED) == []
+        for scheme in ("dark", "light"):
+            await self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            light = await self.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] > 128")
+            assert light is (scheme == "light")
+            assert await self.value(CONTRASTS) == []
+
     async def screenshot(self, file: Path, *, whole: bool = False) -> None:
         clip = {}
         if whole:
@@ -183,39 +202,92 @@ class Page:
         await asyncio.to_thread(file.write_bytes, base64.b64decode(taken["data"]))
 
 
-@asynccontextmanager
-async def browser(directory: Path) -> AsyncIterator[Browser]:
-    """directory: for its profile."""
-    assert CHROMIUM is not None
-    loop = asyncio.get_running_loop()
-    (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
-    # It reads from descriptor 3 and writes to 4.
-    command = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", CHROMIUM, *COMMAND]
-    with (directory / "chromium.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command, f"--user-data-dir={directory / 'profile'}", "about:blank",
-            stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-            pass_fds=(theirs_in, theirs_out), start_new_session=True,
-        )  # fmt: skip
-    os.close(theirs_in)
-    os.close(theirs_out)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(_end, process)
-        reader = asyncio.StreamReader(limit=LARGEST)
+class Running:
+    """A Chromium: its process, and the pipes to it. `close` ends it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, told: Callable[[dict[str, Any]], None]) -> None:
+        self._process, self._log, self._told = process, log, told
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._ended: BrowserEnded | None = None
+        self._closing = AsyncExitStack()
+        self._closing.push_async_callback(self._kill)
+        self._writer: asyncio.StreamWriter | None = None
+
+    @classmethod
+    async def start(cls, directory: Path, name: str, told: Callable[[dict[str, Any]], None]) -> Running:
+        """told: is called with each message that answers no question."""
+        assert CHROMIUM is not None
+        (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+        # It reads from descriptor 3 and writes to 4.
+        command = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", CHROMIUM, *COMMAND]
+        log = directory / f"{name}.log"
+        with log.open("wb") as written:
+            process = await asyncio.create_subprocess_exec(
+                *command, f"--user-data-dir={directory / name}", "about:blank",
+                stdin=asyncio.subprocess.DEVNULL, stdout=written, stderr=written,
+                pass_fds=(theirs_in, theirs_out), start_new_session=True,
+            )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        running = cls(process, log, told)
+        await running._connect(ours_in, ours_out)
+        return running
+
+    async def _connect(self, ours_in: int, ours_out: int) -> None:
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=LARGEST)
         reading, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours_in, "rb")
         )
-        stack.callback(reading.close)
+        self._closing.callback(reading.close)
         writing, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(ours_out, "wb"))
-        stack.callback(writing.close)
-        started = Browser(reader, asyncio.StreamWriter(writing, protocol, None, loop))
-        listening = asyncio.create_task(started.listen())
-        stack.callback(listening.cancel)
+        self._closing.callback(writing.close)
+        self._writer = asyncio.StreamWriter(writing, protocol, None, loop)
+        listening = asyncio.create_task(self._listen(reader))
+        self._closing.callback(listening.cancel)
+
+    def ask(self, message: dict[str, Any]) -> asyncio.Future[Any]:
+        if self._ended is not None:
+            raise self._ended
+        assert self._writer is not None
+        future = self._asked[message["id"]] = asyncio.get_running_loop().create_future()
+        self._writer.write(json.dumps(message).encode() + b"\0")
+        return future
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Until it ends."""
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                message = json.loads((await reader.readuntil(b"\0"))[:-1])
+                if (future := self._asked.pop(message.get("id", 0), None)) is None:
+                    self._told(message)
+                elif not future.done():
+                    if "error" in message:
+                        future.set_exception(AssertionError(message["error"]["message"]))
+                    else:
+                        future.set_result(message["result"])
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), TIMEOUT_S)
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        self._ended = BrowserEnded(f"Chromium has ended with {self._process.returncode}; its log:\n{tail}")
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(self._ended)
+
+    async def close(self) -> None:
+        await self._closing.aclose()
+
+    async def _kill(self) -> None:
+        """It and its helpers, which end with it: one process group. The number may be another's once it has ended."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+
+
+@asynccontextmanager
+async def browser(directory: Path) -> AsyncIterator[Browser]:
+    """directory: for profiles and logs."""
+    started = Browser(directory)
+    try:
         yield started
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """The browser and its helpers: one process group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    finally:
+        await started.close()

@@ -10,16 +10,13 @@ import grpc
 import httpx
 import pytest
 from fleet import TIMEOUT_S, Daemons, open_files, peer_stub, refusal, until
-from pair import Pair
-from ranks import HND, Shape, TestEngine
+from pair import Pair, a_pair
+from ranks import TestEngine
 from victim import OWN_FAULT, SHAPE, Victim, a_good_transfer
 
 from kvferry.router import RouterClient
 from kvferry.v1 import engine_pb2, engine_pb2_grpc, peer_pb2
 from kvferryd.demo.fleet import DaemonService, Fleet
-
-PREFILL = Shape.tp(2, block_size=16, num_blocks=320)
-DECODE = Shape.tp(3, axes=HND, block_size=24, num_blocks=240)
 
 
 @pytest.fixture
@@ -50,16 +47,8 @@ async def far(shared_daemons: Daemons) -> DaemonService:
 
 @pytest.fixture(scope="session")
 async def shared_pair(shared_daemons: Daemons) -> AsyncIterator[Pair]:
-    # Not auto: these two have runs of 16 bytes, and most tests are about reads that take a while.
-    prefill_daemons, decode_daemons = await asyncio.gather(
-        shared_daemons.start("p", 2, "--way", "direct"), shared_daemons.start("d", 3, "--way", "direct")
-    )
-    prefill, decode = await asyncio.gather(
-        TestEngine.start("prefill", prefill_daemons, PREFILL), TestEngine.start("decode", decode_daemons, DECODE)
-    )
-    routers = [RouterClient(daemon.url) for daemon in (*decode_daemons, *prefill_daemons)]
-    yield Pair(prefill, decode, routers[:3], routers[3:])
-    await asyncio.gather(prefill.close(), decode.close(), *(router.close() for router in routers))
+    async with a_pair(shared_daemons) as pair:
+        yield pair
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """An engine of one rank as a process that a test may kill: `engine_process.py SOCKET ENGINE_ID EPOCH WORK REQUEST`.
 
-WORK is publish (50 tokens of Kv.random(seed=1)), publish-partly (the first 20 of them), receive, or lose-session (after
-a publish). Says "ready" when it has done so, then waits to be killed.
+WORK is publish (50 tokens of Kv.random(seed=1)), publish-partly (the first 20 of them), publish-behind-a-fence (which
+its stream never reaches), receive, or lose-session (after a publish). Says "ready" when it has done so, then waits to
+be killed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from lives import fences_of
 from ranks import Blocks, Kv, Shape, start_rank
 
 from kvferry.engine import EngineClient
@@ -36,6 +38,9 @@ async def main(socket: str, engine_id: str, epoch: str, what: str, request_id: s
         await rank.client.publish(request_id, BLOCKS.tables(), 50, metadata=b"left behind")
         if what == "lose-session":
             await lose_session(rank.client)
+    elif what == "publish-behind-a-fence":
+        fences = await fences_of(rank)
+        await rank.client.publish(request_id, BLOCKS.tables(), 50, after=fences.take())
     else:
         await rank.client.publish(request_id, BLOCKS.tables(), 20, more=True)
     print("ready", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -57,6 +58,20 @@ async def until(holds: Callable[[], Awaitable[object]], what: str, timeout_s: fl
     while not await holds():
         assert time.monotonic() < deadline, f"never: {what}"
         await asyncio.sleep(0.01)
+
+
+async def logged(daemon: DaemonService, event: str, request_id: str = "") -> list[dict[str, Any]]:
+    """Lines of its log on this event, of this request if one is named, once there are any: a thread writes them."""
+    found: list[dict[str, Any]] = []
+
+    async def written() -> bool:
+        whole, _, _ = daemon.log.read_text().rpartition("\n")
+        lines = [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
+        found[:] = [each for each in lines if each["event"] == event and request_id in ("", each.get("request_id"))]
+        return bool(found)
+
+    await until(written, f"{daemon.name} logs: {event} {request_id}")
+    return found
 
 
 async def retired(*daemons: DaemonService) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from fleet import TIMEOUT_S
 from ranks import Kv, Rank, Shape, TestEngine
 
+from kvferry.engine import Lease
 from kvferry.memory.fences import Fences
 from kvferry.router import RouterClient
 from kvferry.v1 import engine_pb2
@@ -51,10 +52,11 @@ async def published(engine: TestEngine, request_id: str, **more: float) -> tuple
     return kv, await engine.publish(request_id, blocks, 50, **more)
 
 
-async def reads_from(reader: TestEngine, source: TestEngine, request_id: str) -> None:
-    """The KV of a request that the source publishes: every byte comes."""
-    kv, _ = await published(source, request_id)
+async def reads_from(reader: TestEngine, source: TestEngine, request_id: str) -> list[Lease]:
+    """The KV of a request that the source publishes: every byte comes. The source knows so once its leases end."""
+    kv, leases = await published(source, request_id)
     await reader.gets(request_id, kv, source=source.source())
+    return leases
 
 
 async def fences_of(rank: Rank) -> Fences:
@@ -67,3 +69,10 @@ async def fences_of(rank: Rank) -> Fences:
     assert opened.words == 512
     fences.handed()
     return fences
+
+
+async def never_written(engine: TestEngine, request_id: str) -> None:
+    """A publish behind a fence that nobody reaches."""
+    fences, blocks = await fences_of(engine.ranks[0]), engine.take(50)
+    await engine.publish(request_id, blocks, 50, after=fences.take())
+    fences.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fleet import until
-from ranks import Blocks, Kv, TestEngine
+from fleet import Daemons, until
+from ranks import HND, Blocks, Kv, Shape, TestEngine
 
 from kvferry.engine import Lease
+from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import Awaited, OrderBody, PeerRequest, TransferState
 from kvferryd.demo.fleet import DaemonService
@@ -18,6 +21,10 @@ from kvferryd.demo.fleet import DaemonService
 TOKENS = 200
 MANY = 5000
 """Enough that a read of them takes a good while."""
+
+
+PREFILL = Shape.tp(2, block_size=16, num_blocks=320)
+DECODE = Shape.tp(3, axes=HND, block_size=24, num_blocks=240)
 
 
 @dataclass
@@ -33,6 +40,20 @@ class Pair:
     @property
     def daemons(self) -> list[DaemonService]:
         return [*self.prefill.daemons, *self.decode.daemons]
+
+
+@asynccontextmanager
+async def a_pair(daemons: Daemons) -> AsyncIterator[Pair]:
+    # Not auto: these two have runs of 16 bytes, and most tests are about reads that take a while.
+    prefill_daemons, decode_daemons = await asyncio.gather(
+        daemons.start("p", 2, "--way", "direct"), daemons.start("d", 3, "--way", "direct")
+    )
+    prefill, decode = await asyncio.gather(
+        TestEngine.start("prefill", prefill_daemons, PREFILL), TestEngine.start("decode", decode_daemons, DECODE)
+    )
+    routers = [RouterClient(daemon.url) for daemon in (*decode_daemons, *prefill_daemons)]
+    yield Pair(prefill, decode, routers[:3], routers[3:])
+    await asyncio.gather(prefill.close(), decode.close(), *(router.close() for router in routers))
 
 
 async def prefilled(pair: Pair, request_id: str, tokens: int = TOKENS, **more: Any) -> tuple[Kv, list[Lease]]:
@@ -59,8 +80,33 @@ async def prewarmed(source: TestEngine, routers: Sequence[RouterClient]) -> None
     await asyncio.gather(*(router.prewarm(peer) for router in routers))
 
 
+async def meets(router: RouterClient, source: TestEngine) -> None:
+    """Until it has: a connect_timeout_s of one or two seconds may be too short on a busy machine."""
+    peer = PeerRequest(engine_id=source.engine_id, address=source.address)
+
+    async def met() -> bool:
+        with suppress(KvferryError):
+            return bool(await router.prewarm(peer))
+        return False
+
+    await until(met, f"{source.engine_id} is met")
+
+
 async def waits_for(router: RouterClient, request_id: str, awaited: Awaited) -> bool:
     return [record.waits_for for record in await router.transfers(request_id)] == [awaited]
+
+
+async def waits_longest(router: RouterClient, request_id: str, awaited: Awaited, least_ms: float = 0.0) -> None:
+    """Until the request waits for this, and for five times as long as for anything before, or as least_ms."""
+    await until(lambda: waits_for(router, request_id, awaited), f"{request_id} waits for the {awaited}")
+    since = time.monotonic()
+
+    async def longest() -> bool:
+        (record,) = await router.transfers(request_id)
+        before = max((each.ms for share in record.ranks for each in share.waits), default=0.0)
+        return 1e3 * (time.monotonic() - since) > 5 * max(before, least_ms)
+
+    await until(longest, f"{request_id} waits for the {awaited}, and longer than for anything before")
 
 
 async def is_in(router: RouterClient, request_id: str, *states: TransferState) -> bool:
@@ -78,7 +124,7 @@ async def all_read(router: RouterClient, request_id: str) -> None:
     await until(read, "all ranks read")
 
 
-async def all_wait(pair: Pair, request_id: str) -> None:
-    """Until every rank knows of the request."""
-    for router in pair.routers:
-        await until(lambda router=router: is_in(router, request_id, TransferState.WAITING), "the reservation arrives")
+async def all_in(routers: Sequence[RouterClient], request_id: str, state: TransferState) -> None:
+    """Until every rank has the request in this state."""
+    for router in routers:
+        await until(lambda router=router: is_in(router, request_id, state), f"every rank has the request {state}")

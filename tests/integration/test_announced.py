@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
-from fleet import TIMEOUT_S, ByHand, Daemons, peer_stub, until
+from fleet import TIMEOUT_S, ByHand, Daemons, logged, peer_stub
 from lives import engine_on, published, reads_from
 from ranks import TestEngine
 
@@ -29,21 +28,9 @@ class Two:
     log: DaemonService
     """The reader's log."""
 
-    def ended(self, request_id: str) -> dict[str, object] | None:
-        """The log line of the request's end."""
-        lines = [json.loads(line) for line in self.log.log.read_text().splitlines() if line.startswith("{")]
-        return next(
-            (line for line in lines if line["event"] == "transfer ended" and line["request_id"] == request_id), None
-        )
-
     async def was_announced(self, request_id: str) -> bool:
-        async def told() -> bool:
-            return self.ended(request_id) is not None
-
-        await until(told, "the end of the transfer is logged")
-        line = self.ended(request_id)
-        assert line is not None
-        return bool(line["announced"])
+        (ended,) = await logged(self.log, "transfer ended", request_id)
+        return bool(ended["announced"])
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from kvferry.outbox import SEVERAL
 from kvferry.rpc import error_of
 from kvferry.v1 import engine_pb2, layout_pb2
 from kvferry.wire import manifest_to_proto
+from support import refused
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")]
 
@@ -52,10 +53,9 @@ async def test_an_engine_that_makes_no_sense_is_not_attached(victim: Victim, cha
 
 
 async def test_an_engine_whose_own_session_is_still_open_is_told_what_to_close(victim: Victim) -> None:
-    with pytest.raises(KvferryError) as refused:
+    with refused("engine_attached") as caught:
         await EngineClient.connect(str(victim.daemon.socket), engine_id="victim", epoch="2")
-    assert refused.value.code == "engine_attached"
-    assert "one of your own that an error left open, which `async with` closes" in refused.value.remedy
+    assert "one of your own that an error left open, which `async with` closes" in caught.value.remedy
 
 
 async def test_every_call_asks_for_a_session_that_is_known(victim: Victim) -> None:
@@ -93,9 +93,9 @@ async def test_several_commands_in_one_are_answered_each(victim: Victim) -> None
 
 async def test_more_commands_than_may_be_in_one_end_the_session(victim: Victim) -> None:
     probes = [engine_pb2.Command(id=n, probe=engine_pb2.Probe()) for n in range(SEVERAL + 1)]
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
         await said_at_once(victim, probes, several=True)
-    assert error_of(refused.value, "the daemon").code == "malformed_command"
+    assert error_of(caught.value, "the daemon").code == "malformed_command"
 
 
 async def said_at_once(
@@ -149,9 +149,9 @@ async def test_memory_that_cannot_be_is_not_allocated(victim: Victim, daemons: D
     before = owned_regions(victim.daemon)
     async with newcomer(victim) as client:
         for nbytes, code in ((0, "malformed_region"), (1 << 50, "out_of_memory"), ((1 << 64) - 1, "out_of_memory")):
-            with pytest.raises(KvferryError) as refused:
+            with pytest.raises(KvferryError) as caught:
                 await client.allocate(nbytes)
-            assert refused.value.code == code, (nbytes, refused.value)
+            assert caught.value.code == code, (nbytes, caught.value)
         await client.allocate(4096)
         assert (await refusal(client.allocate(4096))).code == "region_taken"
 

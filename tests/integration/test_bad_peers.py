@@ -25,6 +25,7 @@ from kvferry.rpc import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.schemas import DestinationBody, LeaseState, OrderBody, SourceBody
 from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
 from kvferry.wire import tables_to_proto
+from support import refused
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("unharmed", "lives_on")]
 LATER = {"protocol_min": PROTOCOL_MAX + 1, "protocol_max": PROTOCOL_MAX + 9}
@@ -236,11 +237,8 @@ async def test_a_source_that_does_not_say_which_lease_it_tells_of_is_refused(
         played.said = await stub.Handshake(peer_pb2.HandshakeRequest(**SPOKEN, engine_id=daemon.name))
         played.said.members[0].address = address
         source = real.source().model_copy(update={"address": address})
-        with pytest.raises(TransferFailed) as failed:
+        with refused("malformed_update", TransferFailed, field="lease", value=str(numbers[-1])) as failed:
             await victim.engine.receive(request_id, victim.engine.take(20), source=source)
-        assert (failed.value.code, failed.value.field, failed.value.value) == (
-            "malformed_update", "lease", str(numbers[-1]),
-        )  # fmt: skip
         assert failed.value.blocks_safe
         await victim.router.forget_peer(daemon.name)
 
@@ -274,17 +272,17 @@ async def test_garbage_on_a_port_harms_nobody(victim: Victim, garbage: bytes) ->
 async def test_bytes_that_are_no_message_are_refused(victim: Victim) -> None:
     async with grpc.aio.insecure_channel(victim.daemon.peer) as channel:
         for method in ("Handshake", "Nothing"):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(f"/kvferry.v1.Peer/{method}")(b"\xff" * 100)
-            assert refused.value.code() is not grpc.StatusCode.OK
+            assert caught.value.code() is not grpc.StatusCode.OK
 
 
 async def test_a_message_beyond_the_limit_is_refused(victim: Victim) -> None:
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(victim.daemon.peer, options=options) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/kvferry.v1.Peer/Handshake")(bytes(17 << 20))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_caller_from_an_address_that_is_not_allowed_learns_nothing(daemons: Daemons, victim: Victim) -> None:

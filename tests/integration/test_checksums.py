@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 import pytest
-from fleet import Daemons, peer_stub, under_way, until
+from fleet import Daemons, logged, peer_stub, under_way, until
 from ranks import HND, Blocks, Kv, Shape, TestEngine
 
 from kvferry.engine import TransferFailed
@@ -60,7 +60,7 @@ async def test_what_arrives_whole_is_done(scene: Scene, request_id: str, way: st
 async def test_the_first_sum_was_rehearsed_when_the_engine_registered(scene: Scene) -> None:
     """On a GPU its kernel is compiled meanwhile."""
     for daemon in scene.reader.daemons:
-        assert "engine registered" in daemon.log.read_text()
+        assert await logged(daemon, "engine registered")
         assert "not rehearsed" not in daemon.log.read_text()
 
 

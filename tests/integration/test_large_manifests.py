@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +24,55 @@ from kvferryd.process.serve import _engine_server
 pytestmark = pytest.mark.anyio
 
 
-async def test_others_are_answered_while_a_manifest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Reading:
+    """A daemon that begins to read a manifest, and goes on when it may."""
+
+    ferry: Ferry
+    socket: str
+    begun: threading.Event
+    may_go_on: threading.Event
+
+    async def connect(self, engine_id: str) -> EngineClient:
+        return await EngineClient.connect(self.socket, engine_id=engine_id, epoch="1", timeout_s=60)
+
+
+@pytest.fixture
+async def reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reading]:
+    begun, may_go_on, read = threading.Event(), threading.Event(), door.manifest_from_proto
+
+    def reads(told: layout_pb2.Manifest) -> Any:
+        begun.set()
+        assert may_go_on.wait(20), "the test is not answered meanwhile"
+        return read(told)
+
+    monkeypatch.setattr(door, "manifest_from_proto", reads)
+    socket = tmp_path / "engine.sock"
+    ferry = Ferry(Config(engine_socket=socket), Metrics())
+    async with _engine_server(ferry):
+        yield Reading(ferry, str(socket), begun, may_go_on)
+    await ferry.close()
+
+
+async def test_others_are_answered_while_a_manifest_is_read(reading: Reading) -> None:
     """The small call begins when the reading has begun, and the reading ends when the small call has."""
-    begun, answered, read = threading.Event(), threading.Event(), door.manifest_from_proto
-
-    def reads(told: layout_pb2.Manifest) -> Any:
-        begun.set()
-        assert answered.wait(20), "nobody else is answered meanwhile"
-        return read(told)
-
-    monkeypatch.setattr(door, "manifest_from_proto", reads)
-    socket = tmp_path / "engine.sock"
-    ferry = Ferry(Config(engine_socket=socket), Metrics())
-    async with _engine_server(ferry):
-        large, small = [
-            await EngineClient.connect(str(socket), engine_id=name, epoch="1", timeout_s=60)
-            for name in ("large", "small")
-        ]
-        request = engine_pb2.RegisterRequest(session=large.session, manifest=layout_pb2.Manifest())
-        registering = asyncio.ensure_future(large._session.stub.Register(request, timeout=60))
-        assert await asyncio.to_thread(begun.wait, 20)
-        await small.abort("r")
-        answered.set()
-        assert (await refusal(registering)).code == "malformed_manifest"
-        await asyncio.gather(large.close(), small.close())
-    await ferry.close()
+    large, small = [await reading.connect(name) for name in ("large", "small")]
+    request = engine_pb2.RegisterRequest(session=large.session, manifest=layout_pb2.Manifest())
+    registering = asyncio.ensure_future(large._session.stub.Register(request, timeout=60))
+    assert await asyncio.to_thread(reading.begun.wait, 20)
+    await small.abort("r")
+    reading.may_go_on.set()
+    assert (await refusal(registering)).code == "malformed_manifest"
+    await asyncio.gather(large.close(), small.close())
 
 
-async def test_an_engine_that_goes_while_its_manifest_is_read_registers_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, gone, read = threading.Event(), threading.Event(), door.manifest_from_proto
-
-    def reads(told: layout_pb2.Manifest) -> Any:
-        begun.set()
-        assert gone.wait(20)
-        return read(told)
-
-    monkeypatch.setattr(door, "manifest_from_proto", reads)
-    socket = tmp_path / "engine.sock"
-    ferry = Ferry(Config(engine_socket=socket), Metrics())
-    async with _engine_server(ferry):
-        client = await EngineClient.connect(str(socket), engine_id="e", epoch="1", timeout_s=60)
-        shape = Shape(num_blocks=4)
-        region = await client.allocate(shape.nbytes(0))
-        registering = asyncio.create_task(client.register(describe("e", "1", shape, 0, region)))
-        assert await asyncio.to_thread(begun.wait, 20)
-        await ferry.registry.end(client.session)
-        gone.set()
-        assert (await refusal(registering)).code == "unknown_session"
-        assert not list(ferry.registry)
-        await client.close()
-    await ferry.close()
+async def test_an_engine_that_goes_while_its_manifest_is_read_registers_nothing(reading: Reading) -> None:
+    client, shape = await reading.connect("e"), Shape(num_blocks=4)
+    region = await client.allocate(shape.nbytes(0))
+    registering = asyncio.create_task(client.register(describe("e", "1", shape, 0, region)))
+    assert await asyncio.to_thread(reading.begun.wait, 20)
+    await reading.ferry.registry.end(client.session)
+    reading.may_go_on.set()
+    assert (await refusal(registering)).code == "unknown_session"
+    assert not list(reading.ferry.registry)
+    await client.close()

@@ -1,4 +1,4 @@
-"""How long a lease and a transfer may last, and what becomes of a read whose lease did not hold."""
+"""Leases that end while they are published or read."""
 
 from __future__ import annotations
 
@@ -9,47 +9,16 @@ import httpx
 import pytest
 from fleet import TIMEOUT_S
 from lives import engine_on
-from pair import MANY, TOKENS, Pair, all_read, half_published, order, prefilled, prewarmed
+from pair import MANY, TOKENS, Pair, all_read, half_published
 from ranks import Kv, Shape, TestEngine
 
-from kvferry.engine import Received, TransferFailed
+from kvferry.engine import Received
 from kvferry.errors import KvferryError
 from kvferry.schemas import LeaseState, TransferState
 from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
 ONE = Shape.tp(1, num_blocks=64)
-
-
-# deadlines, time to live
-
-
-async def test_an_order_whose_reservation_never_comes_says_so_at_its_deadline(pair: Pair, request_id: str) -> None:
-    await prefilled(pair, request_id, ttl_s=1)
-    record = await pair.routers[0].wait(await order(pair, request_id, deadline_ms=100))
-    assert record.state is TransferState.FAILED
-    assert record.error
-    assert record.error.code == "deadline"
-    assert record.error.value == "100"
-    assert "the engine's reservation" in record.error.message
-
-
-async def test_a_reservation_whose_order_never_comes_says_so_at_its_deadline(pair: Pair, request_id: str) -> None:
-    outcomes = await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), deadline_s=0.1)
-    for outcome in outcomes:
-        assert isinstance(outcome, TransferFailed)
-        assert outcome.code == "deadline"
-        assert "the router's order" in outcome.message
-        assert outcome.blocks_safe
-
-
-async def test_a_reader_whose_publish_never_comes_says_so_at_its_deadline(pair: Pair, request_id: str) -> None:
-    source = pair.prefill.source()
-    await prewarmed(pair.prefill, pair.routers)  # or it may end before that
-    outcomes = await pair.decode.outcomes(request_id, pair.decode.take(TOKENS), source=source, deadline_s=1.0)
-    deadlines = [each for each in outcomes if isinstance(each, TransferFailed) and each.code == "deadline"]
-    assert deadlines, outcomes
-    assert "publish" in deadlines[0].message
 
 
 def revoked_unheard(engine: TestEngine, request_id: str) -> None:
@@ -93,9 +62,6 @@ async def test_an_engine_of_one_rank_may_leave_that_to_its_client(
     assert {each.lease for each in received} == {after.number}
     async with asyncio.timeout(TIMEOUT_S):
         assert await after.ended() is LeaseState.RELEASED
-
-
-# a lease that does not hold
 
 
 async def test_a_read_is_never_done_when_its_lease_was_revoked_meanwhile(pair: Pair, request_id: str) -> None:

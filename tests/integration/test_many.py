@@ -15,6 +15,7 @@ from ranks import HND, STATE_NBYTES, TOKEN_NBYTES, Blocks, Kv, Shape, TestEngine
 from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import LeaseState, OrderBody, TransferState
 from kvferryd.demo.fleet import DaemonService
+from support import refused
 
 pytestmark = pytest.mark.anyio
 AT_ONCE = 64
@@ -146,9 +147,8 @@ async def test_more_orders_than_the_daemon_takes_are_told_to_come_again(crowd: C
     *taken, one_more = (OrderBody(request_id=f"too-many-{n}", source=source) for n in range(65))
     for body in taken:
         await router.order(body)
-    with pytest.raises(DaemonError) as refused:
+    with refused("full", DaemonError, status=429, retry_after_s=1.0):
         await router.order(one_more)
-    assert (refused.value.code, refused.value.status, refused.value.retry_after_s) == ("full", 429, 1.0)
     for body in taken:
         await router.abort_request(body.request_id)
     await at_rest(crowd)

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
-from fleet import until
+from fleet import logged, until
 from pair import TOKENS, Pair, is_in, prefilled
 
 from kvferry.schemas import OrderBody, TransferState
-from kvferryd.demo.fleet import DaemonService
 
 pytestmark = pytest.mark.anyio
-
-
-def lines(daemon: DaemonService, event: str, request_id: str) -> list[dict[str, Any]]:
-    told = [json.loads(line) for line in daemon.log.read_text().splitlines() if line.endswith("}")]
-    return [line for line in told if line["event"] == event and line.get("request_id") == request_id]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -49,10 +41,5 @@ async def test_all_lines_of_a_request_have_the_routers_ids(pair: Pair, request_i
     ends = [(daemon, "transfer ended") for daemon in pair.decode.daemons]
     ends += [(daemon, "lease ended") for daemon in pair.prefill.daemons]
     for daemon, event in ends:
-
-        async def said(daemon: DaemonService = daemon, event: str = event) -> bool:
-            return bool(lines(daemon, event, request_id))
-
-        await until(said, f"{daemon.name} says {event}")
-        (line,) = lines(daemon, event, request_id)
+        (line,) = await logged(daemon, event, request_id)
         assert (line.get("x_request_id"), line.get("trace_id")) == (name, trace_id), daemon.name

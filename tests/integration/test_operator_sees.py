@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
-import signal
 import subprocess
+import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
-from fleet import TIMEOUT_S, Daemons, until
-from lives import engine_on, published, reads_from
+from fleet import TIMEOUT_S, Daemons, logged, until
+from lives import engine_on, never_written, published, reads_from
 from ranks import Shape, TestEngine
 
 from kvferry import __version__
 from kvferry.engine import TransferFailed
 from kvferry.router import RouterClient
-from kvferry.schemas import SourceBody, Standing
+from kvferry.schemas import LeaseState, SourceBody, Standing
 from kvferryd.commands import say
 from kvferryd.commands.cli import main
 from kvferryd.demo.fleet import DaemonService, Fleet
+from stopping import stopped
+from support import refused
 
 pytestmark = pytest.mark.anyio
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -51,7 +53,8 @@ class Scene:
         return self.reader.daemons[0]
 
     async def moved(self, request_id: str) -> None:
-        await reads_from(self.reader, self.source, request_id)
+        for lease in await reads_from(self.reader, self.source, request_id):
+            assert await lease.ended() is LeaseState.RELEASED
 
     async def well(self) -> bool:
         """Whether the source is read from again, and nothing warns of it."""
@@ -86,15 +89,6 @@ def kvferry(capsys: pytest.CaptureFixture[str]) -> Kvferry:
     return command
 
 
-@contextmanager
-def standing_still(daemon: DaemonService) -> Iterator[None]:
-    daemon.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        daemon.signal(signal.SIGCONT)
-
-
 @pytest.fixture(scope="module")
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
     async with Fleet(tmp_path_factory.mktemp("seen")) as fleet, AsyncExitStack() as stack:
@@ -111,13 +105,24 @@ async def scene_of(daemons: Daemons, stack: AsyncExitStack) -> Scene:
 async def test_a_peer_is_shown_with_how_it_fares_and_with_the_ways_that_cannot_be_had(
     scene: Scene, kvferry: Kvferry, request_id: str
 ) -> None:
-    await scene.moved(request_id)
+    for number in range(2):
+        await scene.moved(f"{request_id}-{number}")
     status, said = await kvferry("peers", "--daemon", scene.here.url)
     heads, row, *more = said.splitlines()
     assert status == 0
     assert heads.split()[:9] == ["STATE", "ENGINE", "RANK", "ADDRESS", "PATH", "P50", "P99", "RATE", "READ"]
     assert row.split()[:4] == ["connected", "seen-source", "0", scene.there.peer]
-    assert "/s" in row
+    (peer,) = await scene.router.peers()
+    assert peer.p50_ms is not None and peer.p99_ms is not None
+    figures = (
+        say.duration(peer.p50_ms),
+        say.duration(peer.p99_ms),
+        say.rate(peer.bytes_per_s),
+        say.size(peer.bytes_read),
+    )
+    assert re.split(r" {2,}", row)[4:11] == [peer.path, *figures, str(peer.transfers), "0"]
+    phases = [f"{name} {say.duration(it.p99_ms)}/{say.duration(it.worst_ms)}" for name, it in peer.phases.items()]
+    assert f"seen-source rank 0: p99 of the last 100/worst of 5 min: {', '.join(phases)}" in more
     assert [line for line in more if line.startswith("seen-source: mapped cannot be had: ")]
 
     status, said = await kvferry("peers", "--daemon", scene.there.url)
@@ -131,7 +136,7 @@ async def test_a_peer_that_stands_still_comes_first_and_is_an_exit_status(
     scene: Scene, kvferry: Kvferry, request_id: str
 ) -> None:
     await scene.moved(request_id)
-    with standing_still(scene.there):
+    with stopped(scene.there.process.pid):
         await scene.failure(f"{request_id}-late", scene.there.peer, deadline_s=1.0)
         status, said = await kvferry("peers", "--daemon", scene.here.url)
         assert status == 1
@@ -165,7 +170,7 @@ async def test_status_says_what_is_wrong_moved_and_held(
     assert say.size(engine.cache_bytes) in said
     assert engine.cache_bytes == scene.reader.ranks[0].region.nbytes
 
-    with standing_still(scene.there):
+    with stopped(scene.there.process.pid):
         await scene.failure(f"{request_id}-late", scene.there.peer, deadline_s=1.0)
         status, said = await kvferry("status", "--daemon", scene.here.url)
         assert (status, said.splitlines()[0].rpartition(": ")[2]) == (1, "degraded, 1 failure in 5 min, 1 warning")
@@ -180,21 +185,37 @@ async def test_status_says_what_is_wrong_moved_and_held(
     assert f"failed: request {request_id}-late at " in said or "failed: request again-" in said
 
 
-async def test_a_lease_that_nobody_has_read_is_a_failure_of_its_source(
-    scene: Scene, kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, request_id: str
+async def test_a_lease_that_nobody_has_read_is_counted_and_does_not_degrade_its_source(
+    kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
+    """Its client may have left: nothing is wrong with the daemon."""
     (alone,) = await daemons.start("unread")
     source, router = await engine_on(stack, "unread-source", alone)
+    (lease,) = (await published(source, request_id, ttl_s=0.2))[1]
+    assert await lease.ended() is LeaseState.EXPIRED
+    status, said = await kvferry("status", "--daemon", alone.url)
+    assert (status, said.splitlines()[0].rpartition(": ")[2]) == (0, "ready")
+    assert "0 done, 0 failed, 1 lease expired unread" in said
+    assert ((await router.totals()).leases["expired"], (await router.ready()).state) == (1, Standing.READY)
+    status, said = await kvferry("leases", "--ended", "20", "--daemon", alone.url)
+    assert (status, said.splitlines()[1].split()[:2]) == (0, ["expired", request_id])
+
+
+async def test_a_lease_that_could_not_be_published_is_a_failure_of_its_source(
+    kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, request_id: str
+) -> None:
+    (alone,) = await daemons.start("unpublished", 1, "--fence-timeout-s", "0.2")
+    source, router = await engine_on(stack, "unpublished-source", alone)
     assert (await kvferry("status", "--daemon", alone.url))[0] == 0
-    await published(source, request_id, ttl_s=0.2)
+    await never_written(source, request_id)
 
     async def degraded() -> bool:
         return (await router.ready()).state is Standing.DEGRADED
 
-    await until(degraded, "the lease expires")
+    await until(degraded, "the fence is late")
     status, said = await kvferry("status", "--daemon", alone.url)
     assert (status, said.splitlines()[0].rpartition(": ")[2]) == (1, "degraded, 1 failure in 5 min")
-    assert f"failed: request {request_id} at " in said and f"lease 1 of request {request_id} expired: " in said
+    assert f"failed: request {request_id} at " in said and "fence_timeout" in said
     assert (await router.ready()).ready
 
 
@@ -234,6 +255,18 @@ async def test_the_history_is_listed_by_time_and_by_peer(scene: Scene, kvferry: 
     assert told["peers"][0]["served_bytes"] == (await scene.source_router.totals()).served_bytes
 
 
+async def test_a_transfer_has_one_rate_wherever_it_is_told(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
+    await scene.moved(request_id)
+    (record,) = await scene.router.transfers(request_id)
+    (share,) = record.ranks
+    assert record.bytes_per_s == share.bytes_per_s > 0
+    heads, *rows = (await kvferry("transfers", "--daemon", scene.here.url))[1].splitlines()
+    (row,) = [line for line in rows if request_id[:20] in line]
+    assert row[heads.index("RATE") : heads.index("TOTAL")].strip() == say.rate(record.bytes_per_s)
+    (ended,) = await logged(scene.here, "transfer ended", request_id)
+    assert ended["bytes_per_s"] == share.bytes_per_s
+
+
 async def test_an_address_where_nobody_ever_answered_is_shown(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
     nowhere = "127.0.0.1:9"
     failed = await scene.failure(request_id, nowhere)
@@ -263,7 +296,7 @@ async def test_the_rest_port_in_place_of_the_peer_port_is_named(
 
 async def test_silence_is_told_in_seconds(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
     await scene.moved(request_id)
-    with standing_still(scene.there):
+    with stopped(scene.there.process.pid):
         await scene.failure(f"{request_id}-late", scene.there.peer)
 
         async def told() -> bool:
@@ -277,10 +310,10 @@ async def test_silence_is_told_in_seconds(scene: Scene, kvferry: Kvferry, reques
 async def test_all_ranks_of_an_engine_are_asked_by_its_roster(
     kvferry: Kvferry, daemons: Daemons, stack: AsyncExitStack, request_id: str
 ) -> None:
-    ranks = await daemons.start("ranks", 2)
-    engine = await TestEngine.start("ranks", ranks, Shape.tp(2, num_blocks=16))
+    ranks = await daemons.start("ranks", 3)
+    engine = await TestEngine.start("ranks", ranks, Shape.tp(3, num_blocks=16))
     stack.push_async_callback(engine.close)
-    await daemons.fleet.ready(*ranks, timeout_s=TIMEOUT_S, path="/readyz")  # both know of both
+    await daemons.fleet.ready(*ranks, timeout_s=TIMEOUT_S, path="/readyz")  # all know of all
     urls = dict(enumerate(daemon.url for daemon in ranks))
     for daemon in ranks:  # at any of them
         status, said = await kvferry("status", "--all", "--daemon", daemon.url)
@@ -292,35 +325,59 @@ async def test_all_ranks_of_an_engine_are_asked_by_its_roster(
     assert said.count("READ/S") == 2
     assert said.count("no transfers") == 2
 
-    ranks[1].process.kill()
-    ranks[1].process.wait(TIMEOUT_S)
+    killed = datetime.now(UTC).replace(microsecond=0)
+    ranks[2].process.kill()
+    ranks[2].process.wait(TIMEOUT_S)
 
     async def told() -> bool:
         status, said = await kvferry("status", "--all", "--json", "--daemon", ranks[0].url)
-        first, second = json.loads(said)["ranks"]
-        return status == 1 and not first["ready"]["ready"] and second["error"] is not None
+        *there, gone = json.loads(said)["ranks"]
+        return status == 1 and not any(each["ready"]["ready"] for each in there) and gone["error"] is not None
 
     await until(told, "a rank that has gone is shown")
     status, said = await kvferry("status", "--all", "--daemon", ranks[0].url)
-    assert [line.split()[0] for line in said.splitlines()[1:3]] == ["not", "no"]
-    assert "ranks rank 0: not ready: engine ranks: the daemons of ranks [1] have not joined, or have gone" in said
+    assert [line.split()[0] for line in said.splitlines()[1:4]] == ["not", "not", "no"]
+    for rank in 0, 1:  # the one that keeps the roster, and another
+        (line,) = [line for line in said.splitlines() if line.startswith(f"ranks rank {rank}: not ready: ")]
+        assert "engine ranks: the daemons of ranks [2] have not joined, or have gone; " in line
+        gone = re.search(f"rank 2 was at {ranks[2].peer} until (.+) UTC$", line)
+        assert gone is not None, line
+        at = datetime.strptime(gone[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+        assert killed <= at <= datetime.now(UTC)
+    (line,) = [line for line in said.splitlines() if line.startswith("ranks rank 2: ")]
+    assert re.match(f"ranks rank 2: rank_left: it was at {ranks[2].peer} until .+ UTC -> ", line)
 
 
-async def test_top_has_what_each_rank_moves_a_second(scene: Scene, kvferry: Kvferry, request_id: str) -> None:
-    looking = asyncio.create_task(
-        kvferry("top", "--json", "--times", "2", "--every", "0.5", "--daemon", scene.here.url)
-    )
-    for number in itertools.count():
-        await scene.moved(f"{request_id}-{number}")
-        if looking.done():
-            break
-    said, looks = (await looking)[1], []
-    while said.strip():
-        look, end = json.JSONDecoder().raw_decode(said.lstrip())
-        looks.append(look["ranks"][0])
-        said = said.lstrip()[end:]
-    assert [look["read_bytes_per_s"] is None for look in looks] == [True, False], "the first look has nothing before it"
-    assert looks[1]["read_bytes_per_s"] > 0 and looks[1]["served_bytes_per_s"] == 0
+async def test_top_has_what_each_rank_moves_a_second(scene: Scene, request_id: str) -> None:
+    top = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvferryd", "top", "--json", "--every", "0.2", "--daemon", scene.here.url,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert top.stdout is not None
+        looks = _looks(top.stdout)
+        async with asyncio.timeout(TIMEOUT_S):
+            first = await anext(looks)
+            assert first["read_bytes_per_s"] is None, "the first look has nothing before it"
+            await scene.moved(request_id)
+            while not (look := await anext(looks))["read_bytes_per_s"]:
+                assert look["read_bytes_per_s"] == 0
+        assert look["read_bytes_per_s"] > 0 and look["served_bytes_per_s"] == 0
+    finally:
+        top.kill()
+        await top.wait()
+
+
+async def _looks(stream: asyncio.StreamReader) -> AsyncIterator[Any]:
+    """Rank 0 in each JSON document, as soon as it is there."""
+    said, decoder = "", json.JSONDecoder()
+    while part := await stream.read(1 << 16):
+        said = (said + part.decode()).lstrip()
+        with suppress(json.JSONDecodeError):
+            while said:
+                look, end = decoder.raw_decode(said)
+                yield look["ranks"][0]
+                said = said[end:].lstrip()
 
 
 async def test_a_source_that_has_died_is_named_with_how_it_does_not_answer(
@@ -370,9 +427,8 @@ async def test_certificates_for_another_name_are_told_with_both_names(
     )
     await engine_on(stack, "wrong-source", wrong)
     reader, router = await engine_on(stack, "right-reader", right)
-    with pytest.raises(TransferFailed) as failed:
+    with refused("proof_failed", TransferFailed) as failed:
         await reader.receive("r", reader.take(50), source=SourceBody(engine_id="wrong-source", address=wrong.peer))
-    assert failed.value.code == "proof_failed"
     why = "a certificate for 127.0.0.1 was expected, one for 10.0.0.7 was shown: it is for another name"
     assert f"{wrong.peer} does not prove itself: {why}" in str(failed.value)
     assert any(why in warning for warning in (await router.ready()).warnings)

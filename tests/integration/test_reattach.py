@@ -25,6 +25,7 @@ from kvferry.manifest import Manifest
 from kvferry.memory import SharedRegion
 from kvferry.schemas import SourceBody
 from kvferryd.demo.fleet import DaemonService
+from support import refused
 
 pytestmark = pytest.mark.anyio
 SHAPE = Shape(axes=NHD, num_blocks=16)
@@ -116,8 +117,8 @@ def exchanged(source: Engine, destination: Engine, request_id: str) -> bool:
     [
         pytest.param(0, signal.SIGKILL, id="source-killed"),
         pytest.param(1, signal.SIGTERM, id="destination-stopped"),
-        pytest.param(0, signal.SIGTERM, id="source-stopped", marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGKILL, id="destination-killed", marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGTERM, id="source-stopped", marks=pytest.mark.long),
+        pytest.param(1, signal.SIGKILL, id="destination-killed", marks=pytest.mark.long),
     ],
 )
 async def test_an_engine_attaches_again_when_its_daemon_is_back(
@@ -139,9 +140,8 @@ async def test_weights_that_are_replaced_while_no_daemon_is_there_have_their_nam
     await source.loses_its_daemon()
     await asyncio.to_thread(source.client.replace_weights, "B")
     await source.gets_another(shared_daemons)
-    with pytest.raises(TransferFailed) as failed:
+    with refused("other_weights", TransferFailed):
         await asyncio.to_thread(exchanged, source, destination, "by others")
-    assert failed.value.code == "other_weights"
     await asyncio.to_thread(destination.client.replace_weights, "B")
     assert await asyncio.to_thread(exchanged, source, destination, "by the same")
 
@@ -169,9 +169,8 @@ async def test_a_reader_of_what_was_lost_is_refused_and_does_not_wait(
         await asyncio.to_thread(source.publish, "meanwhile", Kv.random(40))
     await source.gets_another(shared_daemons)
     for request_id in ("lost", "meanwhile"):
-        with pytest.raises(TransferFailed) as failed:
+        with refused("lease_ended", TransferFailed):
             await asyncio.to_thread(destination.receive, request_id, source)
-        assert failed.value.code == "lease_ended"
         assert await asyncio.to_thread(exchanged, *both, request_id)  # under the same name
 
 

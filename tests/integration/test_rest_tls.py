@@ -12,11 +12,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fleet import until
 from test_rest_daemons import served
 
+from kvferry.proxy.options import Endpoint, Options
 from kvferry.router import RouterClient
 from kvferryd.commands.cli import main
 from kvferryd.config import Config
+from kvferryd.demo.fleet import Fleet, Service
 from kvferryd.ferry import Ferry
 from kvferryd.observe.metrics import Metrics
 
@@ -100,6 +103,41 @@ def test_only_certificates_of_our_authority_are_let_in_and_replaced_ones_are_rea
             assert await asyncio.to_thread(subject, port, router) == "renewed"
 
     asyncio.run(run())
+
+
+def test_the_proxy_proves_itself_to_daemons(tmp_path: Path) -> None:
+    ours = authority(tmp_path, "ours")
+    cert, key = certificate(tmp_path, "daemon", ours)
+    config = Config(rest="127.0.0.1:0", rest_tls=True, tls_cert=cert, tls_key=key, tls_ca=ours)
+    proof = dict(zip(("cert", "key", "ca"), (*certificate(tmp_path, "proxy", ours), ours), strict=True))
+
+    async def run() -> None:
+        async with served(Ferry(config, Metrics())) as port, Fleet() as fleet, asyncio.timeout(120):
+            engines = [f"http://{role}.invalid:8000,daemon=https://127.0.0.1:{port}" for role in ("prefill", "decode")]
+            shown = ["--fleet", "--order", "router"]
+            known = fleet.proxy(*engines, flags=[*shown, *(f"--daemon-tls-{kind}={proof[kind]}" for kind in proof)])
+            unknown = fleet.proxy(*engines, flags=shown)
+            await fleet.ready(known, unknown, timeout_s=60)
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+
+                async def told(proxy: Service, what: list[object]) -> bool:
+                    rows = (await http.get(f"{proxy.url}/v1/fleet")).json()["daemons"]
+                    return [row["error"]["code"] if row["error"] else row["reasons"] for row in rows] == what
+
+                await until(lambda: told(known, [["no engine has registered its cache"]] * 2), "it is answered")
+                await until(lambda: told(unknown, ["daemon_unreachable"] * 2), "it is not let in")
+
+    asyncio.run(run())
+
+
+def test_a_key_of_the_proxy_that_has_a_password_is_refused(tmp_path: Path) -> None:
+    """OpenSSL would ask the terminal, before anything is served."""
+    ours = authority(tmp_path, "ours")
+    cert, key = certificate(tmp_path, "proxy", ours)
+    openssl("pkey", "-in", str(key), "-aes256", "-passout", "pass:secret", "-out", str(tmp_path / "locked.key"))
+    names = {"daemon_tls_cert": str(cert), "daemon_tls_key": str(tmp_path / "locked.key"), "daemon_tls_ca": str(ours)}
+    with pytest.raises(ValueError, match=r"locked\.key.*nobody is there to type it"):
+        Options(prefill=(Endpoint("http://prefill.invalid"),), decode=(Endpoint("http://decode.invalid"),), **names)
 
 
 def let_in(port: int, tls: ssl.SSLContext, session: ssl.SSLSession | None = None) -> ssl.SSLSession | None:

@@ -7,7 +7,7 @@ import signal
 from contextlib import AsyncExitStack
 
 import pytest
-from fleet import SPOKEN, Daemons, ended, peer_stub, refusal, retired, until
+from fleet import SPOKEN, Daemons, ended, logged, peer_stub, refusal, retired, until
 from pair import Pair
 from ranks import HND, Blocks, Rank, Shape, TestEngine, start_rank
 
@@ -16,6 +16,8 @@ from kvferry.router import DaemonError, RouterClient
 from kvferry.schemas import OrderBody, PeerRequest, TransferState
 from kvferry.v1 import peer_pb2
 from kvferryd.demo.fleet import DaemonService
+from stopping import stopped
+from support import refused
 
 pytestmark = pytest.mark.anyio
 TP2 = Shape.tp(2, num_blocks=16)
@@ -59,10 +61,9 @@ async def test_a_handshake_names_the_ranks_that_are_missing(
     pair: Pair, two: list[DaemonService], stack: AsyncExitStack
 ) -> None:
     await rank_of(stack, "half", two[0], 0)
-    with pytest.raises(DaemonError) as refused:
+    with refused("roster_incomplete", DaemonError) as caught:
         await pair.routers[0].prewarm(PeerRequest(engine_id="half", address=two[0].peer))
-    assert refused.value.code == "roster_incomplete"
-    assert "ranks [1] of engine half" in refused.value.message
+    assert "ranks [1] of engine half" in caught.value.message
     async with RouterClient(two[0].url) as router:
         readiness = await router.ready()
     assert not readiness.ready
@@ -107,21 +108,27 @@ async def test_a_roster_that_is_missing_or_forbidden_is_told_by_readyz_and_the_l
     async with RouterClient(daemon.url) as router:
         reasons = (await router.ready()).reasons
     assert any(reason.startswith(f"engine astray: {why}") for reason in reasons), reasons
-    assert "roster is not whole yet" in daemon.log.read_text()
+    assert await logged(daemon, "roster is not whole yet")
 
 
-async def test_a_roster_that_names_the_rest_port_is_told_so(
-    daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack
+@pytest.mark.parametrize("of", ["nobody", "silent"])
+async def test_a_roster_that_cannot_be_joined_is_told_by_how_the_call_ended(
+    daemons: Daemons, two: list[DaemonService], stack: AsyncExitStack, of: str
 ) -> None:
-    rest = two[0].url.removeprefix("http://")
-    (daemon,) = await daemons.start("misled", 1, "--roster", rest)
+    """The calls of all doors end in the same words: unit/test_unreached.py."""
+    roster, why = "127.0.0.1:9", "nobody listens at {}: the connection was refused"
+    if of == "silent":
+        (other,) = await daemons.start(of)
+        roster, why = other.peer, "{} has not answered for "
+        stack.enter_context(stopped(other.process.pid))
+    (daemon,) = await daemons.start("misled", 1, "--roster", roster)
     await rank_of(stack, "misled", daemon, 1)
     router = await stack.enter_async_context(RouterClient(daemon.url))
 
     async def says_so() -> bool:
-        return any(f"what listens at {rest} is no kvferry peer port" in why for why in (await router.ready()).reasons)
+        return any(why.format(roster) in reason for reason in (await router.ready()).reasons)
 
-    await until(says_so, "the reason names the port")
+    await until(says_so, f"/readyz says why {roster} is not joined")
 
 
 async def test_an_order_for_an_engine_that_is_not_whole_fails_and_names_the_ranks(
@@ -150,11 +157,11 @@ async def test_an_order_at_a_rank_that_has_no_rank_0_is_refused_and_names_it(
     await retired(*two)
     await rank_of(stack, "half-decode", two[1], 1)
     async with RouterClient(two[1].url) as router:
-        with pytest.raises(DaemonError) as refused:
+        with pytest.raises(DaemonError) as caught:
             await router.order(OrderBody(request_id=request_id, source=pair.prefill.source()))
         assert await router.transfers(request_id) == []
-    assert refused.value.code == "roster_incomplete"
-    assert "ranks [0]" in refused.value.message
+    assert caught.value.code == "roster_incomplete"
+    assert "ranks [0]" in caught.value.message
 
 
 async def test_two_engines_may_share_daemons_and_read_from_each_other(

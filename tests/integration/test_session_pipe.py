@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,6 +34,9 @@ class Piped:
 
     async def open(self) -> None:
         await self.attach()
+        await self.connect()
+
+    async def connect(self) -> None:
         connection, process = await asyncio.to_thread(open_pipe, self.door, self.session)
         assert process is not None
         process.close()
@@ -168,6 +173,29 @@ async def test_a_pipe_that_nobody_waits_for_any_more_leaves_the_stream_as_it_is(
             assert (await engine.call.read()).answer.id == PROBE.id
     finally:
         daemon.resume()
+        engine.call.cancel()
+        await victim.engine_door.End(engine_pb2.EndRequest(session=engine.session, leave=True))
+
+
+async def test_a_pipe_for_which_no_descriptor_is_left_can_be_asked_for_again(victim: Victim) -> None:
+    """The daemon has one descriptor for the connection, and none for the pipe."""
+    engine, pid = Piped(victim), victim.daemon.process.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    try:
+        await engine.attach()
+        held = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+        free = next(number for number in itertools.count() if number not in held)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+        try:
+            refused = await refusal(asyncio.to_thread(open_pipe, engine.door, engine.session))
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert refused.code == "handover_failed"
+        await engine.connect()
+        engine.writer.write(framed(PROBE))
+        assert (await engine.event()).answer.id == PROBE.id
+        engine.writer.close()
+    finally:
         engine.call.cancel()
         await victim.engine_door.End(engine_pb2.EndRequest(session=engine.session, leave=True))
 

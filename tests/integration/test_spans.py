@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +19,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from kvferry.engine import TransferFailed
+from kvferry.protocol.lease import Lease
+from kvferry.protocol.values import Terms
 from kvferry.schemas import OrderBody
+from kvferryd.observe import spans
 
 pytestmark = pytest.mark.anyio
 
@@ -106,8 +111,24 @@ async def test_both_sides_of_a_request_are_below_the_routers_span_and_a_failure_
     said = {each.key: each.value for each in waited.attributes}
     assert waited.name == "kvferry.wait"
     assert (said["kvferry.what"].string_value, said["kvferry.on"].string_value) == ("order", "router")
-    assert 0 < 1e6 * said["kvferry.ms"].double_value <= late.end_time_unix_nano - waited.time_unix_nano + 1e6
+    waited_ns = 1e6 * said["kvferry.ms"].double_value
+    assert 0 < waited_ns <= late.end_time_unix_nano - late.start_time_unix_nano + 1e3, "no wait outlives its transfer"
+    assert waited_ns <= late.end_time_unix_nano - waited.time_unix_nano + 1e6, "it begins at a whole millisecond"
     assert not any(span.status.message for span in collector.of(trace_id).values())
+
+
+async def test_a_collector_that_does_not_answer_keeps_no_daemon_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK waits for it, however short it is told to: whoever closes the spans does not."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        made = spans.made("x")
+        assert made is not None
+        made.lease("e", Lease(Terms("r", 1, word=7, ttl_s=60, readers=1), 0.0).account(1.0))
+        await made.close()
+        with listening.accept()[0] as silent:
+            poll = select.poll()
+            poll.register(silent, select.POLLRDHUP)
+            assert not poll.poll(0), "it was waited for until it was given up"
 
 
 def test_without_an_endpoint_no_sdk_is_imported() -> None:

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.anyio
 ONE = Shape.tp(1, block_size=24, num_blocks=40)
 
 
-@pytest.fixture
-async def stages(daemons: Daemons) -> AsyncIterator[TestEngine]:
-    engine = await TestEngine.start("stages", await daemons.start("stages", 2), Shape.pp(2, 1))
+@pytest.fixture(scope="module")
+async def stages(shared_daemons: Daemons) -> AsyncIterator[TestEngine]:
+    engine = await TestEngine.start("stages", await shared_daemons.start("stages", 2), Shape.pp(2, 1))
     yield engine
     await engine.close()
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from fleet import until
-from pair import TOKENS, Pair, all_wait, is_in, order, prefilled
+from pair import TOKENS, Pair, all_in, is_in, order, prefilled
 from ranks import STATE_NBYTES, TOKEN_NBYTES, Blocks, Kv
 
 from kvferry.engine import Received, TransferFailed
@@ -37,7 +37,7 @@ async def test_one_order_at_any_rank_moves_every_byte_to_all_ranks(
         receiving = asyncio.create_task(pair.decode.receive(request_id, blocks, (0, TOKENS)))
     else:
         receiving = asyncio.create_task(pair.decode.receive(request_id, blocks, (0, TOKENS)))
-        await all_wait(pair, request_id)
+        await all_in(pair.routers, request_id, TransferState.WAITING)
         transfer_id = await order(pair, request_id, rank)
     received = await receiving
 

@@ -109,7 +109,7 @@ async def silent(ferry: Ferry, request_id: str, request: pytest.FixtureRequest) 
 
 async def _gone(session: Session) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        await session.detached.wait()
+        await session.retired.wait()
 
 
 async def test_an_engine_that_sends_and_takes_no_answer_is_let_go(ferry: Ferry, silent: Silent) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import TypeAlias
 
 import httpx
 import pytest
@@ -16,52 +16,59 @@ from pair import Pair, prefilled
 from ranks import Shape, TestEngine
 
 from kvferry.engine import TransferFailed
-from kvferry.errors import KvferryError
 from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody
+from kvferryd.commands.cli import main
 from kvferryd.demo.fleet import DaemonService
+from support import refused
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_record_has_the_path_that_was_taken(pair: Pair, request_id: str) -> None:
-    _, _ = await prefilled(pair, request_id)
+Ran: TypeAlias = Callable[..., Awaitable[tuple[int, str, str]]]
+
+
+@pytest.fixture
+def explain(pair: Pair, capsys: pytest.CaptureFixture[str]) -> Ran:
+    """`kvferry explain --transfer` at decode's daemon: its exit status, stdout and stderr."""
+
+    async def ran(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        command = "explain", "--daemon", pair.decode.daemons[0].url, "--transfer", *arguments
+        status = await asyncio.to_thread(main, command)
+        return status, *capsys.readouterr()
+
+    return ran
+
+
+async def test_record_and_peer_and_explain_say_which_path_was_taken_and_why_not_another(
+    pair: Pair, request_id: str, explain: Ran
+) -> None:
+    await prefilled(pair, request_id)
     await pair.decode.receive(request_id, pair.decode.take(200), source=pair.prefill.source())
     (record,) = await pair.routers[0].transfers(request_id)
     assert (record.path, record.transport) == ("direct", "UCX")
-
-
-async def test_a_peer_says_why_it_is_not_mapped(pair: Pair, request_id: str) -> None:
-    await prefilled(pair, request_id)
-    await pair.decode.receive(request_id, pair.decode.take(200), source=pair.prefill.source())
     found = [peer for peer in await pair.routers[0].peers() if peer.engine_id == "prefill"]
     assert [(peer.ways["direct"], "host memory" in peer.ways["mapped"]) for peer in found] == [("", True)] * len(found)
 
-
-async def test_explain_says_which_path_was_taken_and_why_not_another(pair: Pair, request_id: str) -> None:
-    await prefilled(pair, request_id)
-    await pair.decode.receive(request_id, pair.decode.take(200), source=pair.prefill.source())
-    daemon = ["--daemon", pair.decode.daemons[0].url]
-    status, said, _ = await ran("explain", "--transfer", request_id, *daemon)
+    status, said, _ = await explain(request_id)
     assert status == 0 and f"request {request_id}, from prefill to decode: done" in said
     lines = [line.split() for line in said.splitlines()]
     assert any(line[:1] == ["direct"] and line[-1:] == ["taken"] for line in lines)
     assert "cannot: rank 0" in next(line for line in said.splitlines() if line.startswith("mapped"))
-    status, said, _ = await ran("explain", "--transfer", request_id, "--json", *daemon)
-    (record,) = await pair.routers[0].transfers(request_id)
+    status, said, _ = await explain(request_id, "--json")
     answer = json.loads(said)
     assert answer["transfer"]["transfer_id"] == record.transfer_id and "mapped" in answer["refused_ways"]
-    status, _, wrong = await ran("explain", "--transfer", "nobody", *daemon)
+    status, _, wrong = await explain("nobody")
     assert status == 2 and "knows no transfer and no request nobody" in wrong
 
-
-async def ran(*command: str) -> tuple[int | None, str, str]:
-    """A `kvferry` command: its exit status, stdout and stderr."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvferryd", *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    out, error = await asyncio.wait_for(process.communicate(), 30)
-    return process.returncode, out.decode(), error.decode()
+    assert await pair.routers[0].forget_peer("prefill")
+    status, said, _ = await explain(request_id)
+    assert status == 0
+    of_mapped = next(line for line in said.splitlines() if line.startswith("mapped"))
+    assert "not known: the source is no peer any more" in of_mapped
+    status, said, _ = await explain(request_id, "--json")
+    assert status == 0 and json.loads(said)["refused_ways"] is None
 
 
 async def test_a_forced_way_that_is_impossible_fails_and_says_why(
@@ -72,9 +79,8 @@ async def test_a_forced_way_that_is_impossible_fails_and_says_why(
     engine, _ = await engine_on(stack, "forced", daemon)
     source, _ = await engine_on(stack, "source", far)
     await published(source, request_id)
-    with pytest.raises(TransferFailed, match="host memory") as caught:
+    with refused("way_unavailable", TransferFailed, match="host memory", blocks_safe=True):
         await engine.receive(request_id, engine.take(50), source=source.source())
-    assert (caught.value.code, caught.value.blocks_safe) == ("way_unavailable", True)
     (record,) = await router.transfers(request_id)
     assert (record.error.code, record.path) == ("way_unavailable", "")
 
@@ -101,9 +107,8 @@ async def test_an_order_may_force_its_own_way(daemons: Daemons, stack: AsyncExit
 
 async def test_there_is_no_other_way(pair: Pair, request_id: str) -> None:
     blocks, said = pair.decode.take(10), {"attempt": pair.decode.next_attempt(), "way": "teleport"}
-    with pytest.raises(KvferryError) as refused:
+    with refused("malformed_way", value="teleport"):
         await pair.decode.ranks[0].client.receive(request_id, blocks.tables(), source=pair.prefill.source(), **said)
-    assert (refused.value.code, refused.value.value) == ("malformed_way", "teleport")
     body = OrderBody(request_id=request_id, source=pair.prefill.source()).model_dump() | {"way": "teleport"}
     async with httpx.AsyncClient(base_url=pair.decode.daemons[0].url, trust_env=False) as http:
         answer = await http.post("/v1/transfers", json=body)

@@ -16,12 +16,13 @@ from ranks import NHD, Blocks, Kv, Shape, TestEngine, describe
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import TransferFailed
 from kvferry.errors import KvferryError
-from kvferry.fingerprint import checkpoint_name
+from kvferry.fingerprint import checkpoint_name, model_fingerprint, turned
 from kvferry.memory import SharedRegion
 from kvferry.schemas import Awaited, LeaseState, TransferState
 from kvferry.updates import SGLANG, Updates
-from kvferry.weights import Weights, digest_of_adapter
+from kvferry.weights import Adapters, Weights, digest_of_adapter
 from kvferryd.demo.fleet import DaemonService
+from support import refused
 
 pytestmark = pytest.mark.anyio
 SHAPE = Shape(axes=NHD, num_blocks=16)
@@ -126,9 +127,8 @@ async def test_a_request_that_a_change_has_found_under_way_is_not_published_as_t
     await engines.prefill.publish(request_id, blocks, 10, more=True)
     await replace(engines.prefill, "B")
     assert (await refusal(engines.prefill.publish(request_id, blocks, TOKENS))).code == "mixed_weights"
-    with pytest.raises(KvferryError) as refused:
+    with refused("mixed_weights", field="weights"):
         await client.publish(request_id, blocks.tables(), TOKENS, weights="", lease=engines.prefill.lease(request_id))
-    assert (refused.value.code, refused.value.field) == ("mixed_weights", "weights")
     await asyncio.gather(*(rank.client.abort(request_id) for rank in engines.prefill.ranks))
     engines.prefill.write(kv, blocks)  # computed again
     await engines.prefill.publish(request_id, blocks, TOKENS)
@@ -215,11 +215,53 @@ def name_of(folder: Path) -> str:
     return checkpoint_name({}, "bfloat16", None, name=str(folder), revision=None)
 
 
+def fingerprint_of(name: str, kept_in: str | None = None) -> str:
+    return model_fingerprint({}, "bfloat16", None, name=name, revision=None, kept_in=kept_in)
+
+
 def test_checkpoints_that_differ_in_a_small_tensor_have_two_names(tmp_path: Path) -> None:
     first, second, same = (
         written(tmp_path / name, bias) for name, bias in (("first", b"1234"), ("second", b"1235"), ("same", b"1234"))
     )
     assert name_of(first) == name_of(same) != name_of(second)
+    assert fingerprint_of(str(first)) == fingerprint_of(str(same)) != fingerprint_of(str(second))
+
+
+def test_a_name_of_a_hub_stands_for_what_was_downloaded(tmp_path: Path) -> None:
+    """Its main branch is another checkpoint on another day."""
+    named = {}
+    for day, content in (("monday", b"1234"), ("tuesday", b"1235"), ("the same day", b"1234")):
+        copy = tmp_path / day / "models--organisation--model"
+        for part in ("refs", "snapshots"):
+            (copy / part).mkdir(parents=True)
+        (copy / "refs" / "main").write_text(f"{content.hex():0>40}")
+        written(copy / "snapshots" / f"{content.hex():0>40}", content)
+        named[day] = fingerprint_of("organisation/model", str(tmp_path / day))
+    local = written(tmp_path / "local", b"1234")
+    assert named["monday"] == named["the same day"] == fingerprint_of(str(local)) != named["tuesday"]
+    assert fingerprint_of("organisation/model", str(tmp_path / "nothing")) not in named.values()
+    index = {"weight_map": {"a": "model.safetensors", "b": "not-downloaded.safetensors"}}
+    (copy / "snapshots" / f"{content.hex():0>40}" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert fingerprint_of("organisation/model", str(tmp_path / "the same day")) not in named.values()
+
+
+def test_a_checkpoint_in_a_format_of_its_own_has_a_name(tmp_path: Path) -> None:
+    """Mistral's: neither an index nor a file of the usual name."""
+    first, second = written(tmp_path / "first", b"1234"), written(tmp_path / "second", b"1235")
+    for folder in (first, second):
+        (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    assert fingerprint_of(str(first)) != fingerprint_of(str(second))
+
+
+def test_keys_that_are_turned_for_long_contexts_are_of_another_model() -> None:
+    """The configuration has both factors, and the length of a request decides. Older ones name them otherwise."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    older = {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 64}
+    by_kind = {"rope_parameters": {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}}
+    for config in ({"rope_parameters": rope}, older, by_kind):
+        assert [turned(config, longest, "long") for longest in (64, 65)] == [{}, {"longrope": "long"}]
+    for config in ({}, {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 64}}):
+        assert turned(config, 65, "long") == {}
 
 
 def test_a_checkpoint_of_which_nothing_is_known_has_no_name(tmp_path: Path) -> None:
@@ -242,6 +284,17 @@ async def test_weights_of_the_first_checkpoint_have_their_first_name_again(
         unknown = weights.of(weights.step + 1)
         weights.reloaded(read)
         assert weights.of(weights.step + 1) == (unknown if name is None else name)
+
+
+def test_an_adapter_that_is_downloaded_when_it_is_loaded_is_known_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapters = Adapters()
+    before = adapters.digest("a", "organisation/adapter")
+    (tmp_path / "organisation" / "adapter").mkdir(parents=True)
+    (tmp_path / "organisation" / "adapter" / "adapter_model.safetensors").write_bytes(b"1")
+    assert adapters.digest("a", "organisation/adapter") == digest_of_adapter("organisation/adapter") != before
 
 
 async def test_an_adapter_that_is_loaded_again_with_other_content_is_a_change(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -37,7 +39,9 @@ async def a_good_transfer(pair: Pair, victim: Victim, request_id: str) -> None:
     assert [await lease.ended() for lease in leases] == [LeaseState.RELEASED] * 2
 
 
-def unused_address() -> str:
+@contextmanager
+def unused_address() -> Iterator[str]:
+    """It is ours, and nobody listens there."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{held.getsockname()[1]}"
+        yield f"127.0.0.1:{held.getsockname()[1]}"

@@ -111,16 +111,16 @@ class World:
         self.ends: Counter[str] = Counter()
         self.calm = False
 
-    def tell(self, line: str) -> None:
+    def tell(self, *said: object) -> None:
         if self._told is not None:
-            self._told(f"{self.steps:5}  {line}")
+            self._told(f"{self.steps:5}  {' '.join(map(str, said))}")
 
     # ---- the book ----
 
     def feed(self, event: e.Event) -> None:
         """Raises KvferryError for a call that is refused at once."""
         effects = self.book.on(event)
-        self.tell(f"{event} -> {effects}" if self._told else "")
+        self.tell(event, "->", effects)
         for effect in effects:
             self._do(effect)
             self._reuse()

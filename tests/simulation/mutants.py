@@ -34,7 +34,7 @@ TESTS = Path(__file__).parents[1]
 RULES = "test_machine_rules", "test_requests", "test_rules_between_daemons", "test_attempt_rules"
 """Rules of the machines themselves, by events: a second for all."""
 UNIT = (
-    "bounds_of_all", "chunk_stream", "fences", "gather", "lease", "retired_by_halves", "roster_joinings",
+    "bounds_of_all", "chunk_stream", "fences", "gather", "lease", "retired", "roster_joinings",
     "served_stream", "states",
 )  # fmt: skip
 """Other tests of the machines, which those play that neither rules nor worlds find."""

@@ -253,8 +253,11 @@ class World:
         timer = self.peers.next_timer()
         if first is not None and (timer is None or timer > first + WITHIN_S):
             raise Violation("a handshake has no bound")
+        ending = {*self.shakings, *(each.number for each in self.late)}
         for number, loaded in self.loaded.items():
             peer = self.peers.get(number)
+            if not loaded.kept and number not in ending:
+                raise Violation("what a handshake in vain has loaded stays", f"handshake {number}")
             if loaded.kept and (peer is None or peer.users != loaded.users):
                 raise Violation("users are not counted", f"peer {number}: {loaded.users}")
             if loaded.kept and not loaded.users and loaded.over is not None and peer is not None and peer.stale:

@@ -9,6 +9,7 @@ A run has three parts: blows, then none until all has come to rest, and at last 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
@@ -17,17 +18,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from drawn import drawn
 from violation import Violation
 
 from kvferry.errors import Conflict, KvferryError, PeerFailed, Unavailable
 from kvferry.protocol import leader_events as le
 from kvferry.protocol import requests_events as e
 from kvferry.protocol.attempts import Attempt, Key, Limits, ReadingRank
+from kvferry.protocol.frozen import frozen
 from kvferry.protocol.leader import AGAIN_S, Leader
 from kvferry.protocol.requests import Requests
+from kvferry.tables import BlockIds
 
 BLOCKS, MOST, HISTORY, DEADLINE_S = 16, 4, 2, 30.0
-ENGINES = 4
+ENGINES = 3
 """Engines of one run, in turn: few attempts have few numbers, and meet."""
 NAMES, BY_TABLES = ("r", "s", "t"), "t"
 """The last one's orders bring their tables, as a rule."""
@@ -48,7 +52,7 @@ DEAD = {"blocks_not_quiet", "full", "draining", "aborted"}
 """Refusals that are the end of an attempt that has not begun."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Order:
     """number: of the attempt that it is meant for; 0 for the next."""
 
@@ -138,6 +142,11 @@ class Daemon:
         return [job for job in self.jobs.values() if (job.key, job.attempt) == (key, attempt)]
 
 
+@functools.cache
+def ids(blocks: frozenset[int]) -> BlockIds:
+    return np.array(sorted(blocks), dtype=np.int64)
+
+
 class World:
     def __init__(self, seed: int, *, told: Callable[[str], None] | None = None) -> None:
         """told: each line of the transcript."""
@@ -161,9 +170,9 @@ class World:
     def lives(self) -> set[int]:
         return {at.life for at in self.daemons}
 
-    def tell(self, line: str) -> None:
+    def tell(self, *said: object) -> None:
         if self._told is not None:
-            self._told(f"{self.steps:5} {self.now:6.1f} s  {line}")
+            self._told(f"{self.steps:5} {self.now:6.1f} s  {' '.join(map(str, said))}")
 
     def _daemon(self, rank: int) -> Daemon:
         life = next(self._lives)
@@ -174,24 +183,26 @@ class World:
 
     def feed(self, at: Daemon, event: e.Event) -> list[e.Effect]:
         """Raises KvferryError for an order that is refused."""
-        key = at.at.key(event.request_id) if hasattr(event, "request_id") else None
+        name = getattr(event, "request_id", None)
+        key = None if name is None else at.at.key(name)
         unfinished, awaited = len(at.going_on()), self._awaited(at, key)
         try:
             effects = at.machine.on(event)
         except KvferryError as why:
-            self.tell(f"rank {at.rank}: {event} is refused: {why.code}")
+            self.tell("rank", at.rank, event, "is refused:", why.code)
             self._check_full(at, event, why, unfinished)
             raise
-        self.tell(f"rank {at.rank}: {event} -> {effects}")
-        if not any(isinstance(each, e.Appeared) for each in effects) and awaited - self._awaited(at, key):
+        self.tell("rank", at.rank, event, "->", effects)
+        told = any(isinstance(each, e.Appeared) for each in effects)
+        if awaited and not told and awaited - self._awaited(at, key):
             raise Violation("an attempt that is waited for is there, and nobody is told", f"{event}")
         begun = {each.part for each in effects if isinstance(each, e.Begin)}
-        waiting = [
-            job for job in at.going_on() if key == job.key and not (job.reserved or job.attempt.number or job.stop)
-        ]
+        waiting = isinstance(event, e.Reserved) and any(
+            key == job.key and not (job.reserved or job.attempt.number or job.stop) for job in at.going_on()
+        )
         for effect in effects:
             self._do(at, effect)
-        if isinstance(event, e.Reserved) and begun and waiting:
+        if begun and waiting:
             raise Violation("a reservation passes an order that waits for the next one")
         if begun and not isinstance(event, e.Handed) and (self.draining if self.of > 1 else at.rank in self.draining):
             raise Violation("a transfer begins on an engine that drains")
@@ -202,16 +213,14 @@ class World:
         return effects
 
     def _awaited(self, at: Daemon, key: Key | None) -> set[int]:
-        """The engine's attempts that are still to come there."""
-        return set() if key is None else {
-            number for number in range(1, self.numbers[key[2]] + 3) if self._comes(at, key, Attempt(number))
-        }  # fmt: skip
-
-    def _comes(self, at: Daemon, key: Key, attempt: Attempt) -> bool:
-        try:
-            return at.machine.find(key, attempt) is None
-        except KvferryError:
-            return False
+        """The engine's attempts that are still to come there: none up to the highest that came."""
+        awaited: set[int] = set()
+        if key is not None:
+            with contextlib.suppress(KvferryError):  # this one is over, as are all below it
+                for number in range(self.numbers[key[2]] + 2, at.highest[key], -1):
+                    if at.machine.find(key, Attempt(number)) is None:
+                        awaited.add(number)
+        return awaited
 
     def _check_full(self, at: Daemon, event: e.Event, why: KvferryError, unfinished: int) -> None:
         if why.code == "full" and unfinished < MOST and isinstance(event, e.Ordered | e.Reserved | e.Handed):
@@ -220,20 +229,20 @@ class World:
                 raise Violation("refused as full, and there is room")
 
     def _check(self, at: Daemon) -> None:
-        sizes, going = at.machine.sizes(), [job for job in at.jobs.values() if not (job.over and job.quiet)]
-        if at.machine.left != sum(not job.quiet for job in at.jobs.values()):
+        sizes, left, going = at.machine.sizes(), [job for job in at.jobs.values() if not job.quiet], at.going_on()
+        if at.machine.left != sum(not (job.over and job.quiet) for job in at.jobs.values()):
             raise Violation("more or fewer are left than are")
-        if sizes["parts"] != len(at.jobs) or sizes["claims"] > len(going) or sizes["waiting"] > len(at.going_on()):
+        if sizes["parts"] != len(at.jobs) or sizes["claims"] > len(left) or sizes["waiting"] > len(going):
             raise Violation("more is kept than there is", f"{sizes}")
         taken: set[int] = set()
-        for job in at.jobs.values():
-            if job.reserved and not job.quiet:
+        for job in left:
+            if job.reserved:
                 if taken & job.blocks:
                     raise Violation("one block, two transfers")
                 taken |= job.blocks
         if at.rank:  # it has its orders of rank 0, which leads one attempt at a request
-            waiting = Counter((job.key, job.attempt.by) for job in at.going_on() if not (job.reserved or job.stop))
-            if max(waiting.values(), default=0) > 1:
+            waiting = [(job.key, job.attempt.by) for job in going if not (job.reserved or job.stop)]
+            if len({*waiting}) < len(waiting):
                 raise Violation("orders wait for two attempts at a request")
 
     def _do(self, at: Daemon, effect: e.Effect) -> None:
@@ -257,6 +266,8 @@ class World:
             case e.HandOn(part, brought):
                 job = at.jobs[part]
                 job.brought = dict(brought)  # type: ignore[arg-type]
+                if bool(brought) is not bool(job.attempt.by):
+                    raise Violation("rank 0 hands on other tables than the order's")
                 if at.rank or job.shares or not job.reserved or job.order is None:
                     raise Violation("an order is handed on that is not to be")
                 others = tuple(range(1, self.of))
@@ -312,7 +323,7 @@ class World:
     def lead(self, at: Daemon, event: le.Event) -> None:
         """Tell rank 0's machine."""
         effects = at.leader.on(event, self.now)
-        self.tell(f"rank 0 leads: {event} -> {effects}")
+        self.tell("rank 0 leads:", event, "->", effects)
         for effect in effects:
             match effect:
                 case le.Gather() | le.Ask() | le.Pause() | le.Tell():
@@ -378,7 +389,7 @@ class World:
         return frozenset(self.rng.sample(free, 2))
 
     def reservation(self, blocks: frozenset[int]) -> e.Reservation:
-        return e.Reservation(blocks, {"full": np.array(sorted(blocks), dtype=np.int64)}, self.weights)
+        return e.Reservation(blocks, {"full": ids(blocks)}, self.weights)
 
     def reserve(self, at: Daemon, name: str, number: int, order: Order | None, *, careful: bool = False) -> None:
         key, attempt = at.at.key(name), Attempt(number)
@@ -388,6 +399,8 @@ class World:
         event = e.Reserved(at.at, name, attempt, self.reservation(blocks), order, None, self.closed(at))
         answer = self.feed(at, event)[-1]
         if not isinstance(answer, e.Refused):
+            if known and blocks != known[0].blocks:
+                raise Violation("an attempt has two reservations")
             return
         if answer.why.code == "blocks_not_quiet":
             held = [job for job in at.jobs.values() if job.reserved and not job.quiet and job.blocks & blocks]
@@ -402,7 +415,7 @@ class World:
         """A reservation that cannot be taken as it is."""
         key, attempt = at.at.key(name), Attempt(number)
         orders = [job for job in at.of(key, attempt) if not job.reserved and not job.ended]
-        ends = bool(orders) or self._comes(at, key, attempt)
+        ends = bool(orders) or number in self._awaited(at, key)
         self.feed(at, e.Unfit(at.at, name, attempt, Conflict("other_blocks", "it does not fit")))
         if ends and attempt not in at.dead[key]:
             at.dead[key].add(attempt)
@@ -479,7 +492,7 @@ class World:
     def _follow(self) -> bool:
         """A call of rank 0 comes to something."""
         first = self.daemons[0]
-        for call in self.rng.sample(first.calls, len(first.calls)):
+        for call in drawn(self.rng, first.calls):
             event = self._come_to(first, call)
             if event is not None:
                 if not (isinstance(event, le.Heard) and event.done is None):
@@ -533,8 +546,7 @@ class World:
     def _move(self) -> bool:
         """A transfer ends, or becomes quiet."""
         jobs = [(at, job) for at in self.daemons for job in at.jobs.values() if not job.quiet]
-        self.rng.shuffle(jobs)
-        for at, job in jobs:
+        for at, job in drawn(self.rng, jobs):
             if job.ended:
                 self.be_quiet(at, job)
             elif job.stop is not None:
@@ -615,9 +627,7 @@ class World:
     def step(self) -> bool:
         """Somebody's next step, if anybody can take one."""
         self.steps += 1
-        kinds = [self._hear, self._follow, self._move]
-        self.rng.shuffle(kinds)
-        return any(kind() for kind in kinds)
+        return any(kind() for kind in drawn(self.rng, (self._hear, self._follow, self._move)))
 
     def run_dry(self) -> None:
         for _ in range(20_000):
@@ -633,8 +643,8 @@ class World:
 
     def _live(self) -> None:
         rng = self.rng
-        for _ in range(rng.randint(10, 30)):
-            for act in rng.sample([self.advance, self.advance, self.route], 2):
+        for _ in range(rng.randint(20, 52)):
+            for act in itertools.islice(drawn(rng, (self.advance, self.advance, self.route)), 2):
                 act()
                 for _ in range(rng.choice((0, 1, 5))):
                     self.step()

@@ -69,6 +69,7 @@ class Held:
     """The step that stops what uses its memory has failed, or has not ended."""
     stray: bool = False
     """A registration has failed, and what it had begun could not be stopped."""
+    freeing: bool = False
 
     @property
     def unquiet(self) -> bool:
@@ -97,9 +98,9 @@ class World:
         self.past: deque[str] = deque(maxlen=4)
         """Sessions that are over."""
 
-    def tell(self, line: str) -> None:
+    def tell(self, *said: object) -> None:
         if self._told is not None:
-            self._told(f"{self.steps:5} {self.now:7.1f} s  {line}")
+            self._told(f"{self.steps:5} {self.now:7.1f} s  {' '.join(map(str, said))}")
 
     # ---- the machine ----
 
@@ -108,9 +109,9 @@ class World:
         while events:
             each = events.popleft()
             self.steps += 1
-            self.tell(f"{each}")
+            self.tell(each)
             for effect in self.sessions.on(each, self.now):
-                self.tell(f"    {effect}")
+                self.tell("   ", effect)
                 self._do(effect, events)
             self.sessions.check()
 
@@ -163,7 +164,7 @@ class World:
             raise Violation("a session ends though its engine lives in it", held.id)
 
     def _resumed(self, held: Held, before: Held) -> None:
-        if before.engine is not held.engine or before.used or before.stray:
+        if before.engine is not held.engine or before.used or before.stray or before.freeing:
             raise Violation("memory goes on in a session of another start, or is used", held.id)
         held.regions, before.regions = before.regions, []
         self.ends["resumed"] += 1
@@ -198,6 +199,7 @@ class World:
     def _take(self, held: Held, step: Step, keep: bool, events: deque[e.SessionEvent]) -> None:
         self._wanted(held)
         self._check_step(held, step)
+        held.freeing |= step is Step.FREE and not keep
         if step is Step.FREE and not keep and self.now >= held.ended_at + KEPT_S:
             held.engine.lapsed = True
         draw = 0.0 if self.calm else self.rng.random()

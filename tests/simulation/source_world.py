@@ -246,8 +246,8 @@ class World:
             raise Violation("a fence is waited for of a lease that is over", f"lease {number}")
         if prefill.words[at.index] in at.words:
             raise Violation("an engine is told of an end while the word stands", f"lease {number}")
-        if state is LeaseState.RELEASED and account.open:
-            raise Violation("released under its readers", f"lease {number}: {account.open}")
+        if state is not LeaseState.REVOKED and account.open:
+            raise Violation(f"{state} under its readers", f"lease {number}: {account.open}")
         for block in prefill.ranks.pop(at.index):
             at.memory[block] = JUNK
         if state is LeaseState.RELEASED and len(self._whole(at, name, number)) < prefill.expected:
@@ -359,7 +359,7 @@ class World:
             # A stream writes in order: what an earlier fence guards is there as well.
             self._write(prefill, at, count)
         self.tell(f"source {at.index}: fence {fence} is {'reached' if problem is None else 'given up'}")
-        self.feed(at, e.FenceOver(prefill.name, prefill.number, fence, problem))
+        self.feed(at, e.FenceOver(prefill.name, fence, problem))
 
     # ---- engines that read ----
 

@@ -239,22 +239,22 @@ def test_the_same_publish_again_changes_nothing(source: ByEvents) -> None:
 
 
 def test_publishes_are_seen_in_their_order(source: ByEvents) -> None:
-    number = source.publish(num_tokens=4, more=True, fence=1)
+    source.publish(num_tokens=4, more=True, fence=1)
     source.publish(num_tokens=6, more=True, fence=2)
     source.publish(num_tokens=8)
-    source.on(e.FenceOver("r", number, 2))
+    source.on(e.FenceOver("r", 2))
     assert (source.lease().version, source.lease().more) == (0, True)
-    source.on(e.FenceOver("r", number, 1))
+    source.on(e.FenceOver("r", 1))
     assert (source.lease().version, source.account().num_tokens) == (3, 8)
 
 
 def test_a_fence_that_is_never_reached_ends_the_lease(source: ByEvents) -> None:
-    number = source.publish(num_tokens=4, more=True)
+    source.publish(num_tokens=4, more=True)
     source.publish(num_tokens=8, fence=1)
     reader = source.reader()
     reader.opens()
     assert reader.sees() == (1, 4, True), "what came before is read"
-    source.on(e.FenceOver("r", number, 1, Conflict("fence_timeout", "the GPU is slow")))
+    source.on(e.FenceOver("r", 1, Conflict("fence_timeout", "the GPU is slow")))
     reader.opens()
     assert [reader.refused(each).code for each in (1, 2)] == 2 * ["fence_timeout"]
     (ended,) = source.ended
@@ -263,10 +263,10 @@ def test_a_fence_that_is_never_reached_ends_the_lease(source: ByEvents) -> None:
 
 
 def test_what_waits_for_a_fence_does_not_expire(source: ByEvents) -> None:
-    number = source.publish(ttl_s=5, fence=1)
+    source.publish(ttl_s=5, fence=1)
     source.wait(60)
     assert source.state() is LeaseState.PUBLISHING
-    source.on(e.FenceOver("r", number, 1))
+    source.on(e.FenceOver("r", 1))
     source.wait(4)
     assert source.state() is LeaseState.PUBLISHED
     source.wait(1)
@@ -276,10 +276,10 @@ def test_what_waits_for_a_fence_does_not_expire(source: ByEvents) -> None:
 @pytest.mark.parametrize("event", [e.Revoke("r", "aborted"), e.Shut("the engine is gone", keep_whole=True)])
 def test_a_lease_that_ends_waits_for_no_fence(source: ByEvents, event: e.SourceEvent) -> None:
     """Later writes of its engine's stream are not published."""
-    number = source.publish(fence=1)
+    source.publish(fence=1)
     source.on(event)
     assert source.state() is LeaseState.REVOKED and [each.fence for each in source.all(e.CancelFence)] == [1]
-    source.on(e.FenceOver("r", number, 1))
+    source.on(e.FenceOver("r", 1))
     assert source.state() is LeaseState.REVOKED
 
 
@@ -340,6 +340,8 @@ def test_a_lease_remembers_so_many_readers(source: ByEvents, monkeypatch: pytest
     why = reader.refused()
     assert (why.code, why.value) == ("full", "8")
     assert source.state() is LeaseState.PUBLISHED
+    known = source.reader(rank_of(0, 9, "wide"))
+    assert isinstance(known.hears(known.opens()), e.Update)
 
 
 def test_a_lease_that_has_ended_names_a_few_of_its_readers(source: ByEvents) -> None:
@@ -491,8 +493,8 @@ def test_leases_of_other_weights_end(source: ByEvents) -> None:
 
 def test_why_a_lease_is_over_does_not_hold_on_to_whoever_was_told(source: ByEvents) -> None:
     """An error that is raised again and again gathers the frames that it is raised through, and what lies in them."""
-    number = source.publish(fence=1)
-    source.on(e.FenceOver("r", number, 1, Conflict("fence_timeout", "the GPU is slow")))
+    source.publish(fence=1)
+    source.on(e.FenceOver("r", 1, Conflict("fence_timeout", "the GPU is slow")))
     reader, frames = source.reader(), []
     for _ in range(3):
         with pytest.raises(KvferryError, match="the GPU is slow") as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from by_events import ANOTHER, READER, ByEvents, Speaker
 
@@ -19,6 +20,7 @@ from kvferry.protocol import roster_events as ro
 from kvferry.protocol import session_events as se
 from kvferry.protocol.attempts import Attempt, ReadingRank
 from kvferry.protocol.book import Book
+from kvferry.protocol.claims import Claims
 from kvferry.protocol.keeper import Keeper
 from kvferry.protocol.kept import Alarms
 from kvferry.protocol.leader import TOLD_AGAIN, Leader
@@ -75,6 +77,9 @@ def test_an_address_that_fails_is_tried_again_later_each_time_and_within_a_minut
         assert not wanted.next(now + pause - 0.5)
         now += pause
         assert wanted.next(now) == [("", "a")]
+    wanted.found(("", "a"), 1)
+    wanted.drop(1, now)
+    assert wanted.next(now) == [("", "a")], "at once"
 
 
 def test_an_engine_that_was_met_is_tried_again_soon_and_not_for_ever() -> None:
@@ -113,6 +118,29 @@ def test_who_joins_a_handshake_that_fails_goes_by_that_unless_an_order_joined_wh
     (shake,) = (each for each in effects if isinstance(each, pe.Shake))
     effects = peers.on(pe.Unmet(shake.number, SILENT), 0.0)
     assert [each.asker for each in effects if isinstance(each, pe.Refused)] == [3]
+    (shake,) = peers.on(pe.Get(4, "p", "h"), 0.0)
+    assert isinstance(shake, pe.Shake)
+    assert peers.on(pe.Get(5, "p", "h"), 0.0) == []
+    refused = [pe.Refused(4, SILENT), pe.Refused(5, SILENT)]
+    assert peers.on(pe.Unmet(shake.number, SILENT), 0.0) == [pe.Shaken(shake.number, SILENT), *refused]
+
+
+def test_orders_that_name_another_epoch_ask_once_more_together() -> None:
+    peers = Peers("own", 10.0)
+    for asker, epoch in ((1, ""), (2, "2"), (3, "2")):
+        peers.on(pe.Get(asker, "p", "h", epoch), 0.0)
+    for number, refused in ((1, []), (2, [2, 3])):
+        effects = peers.on(pe.Met(number, HOME), 0.0)
+        assert [each.asker for each in effects if isinstance(each, pe.Refused)] == refused
+        assert any(isinstance(each, pe.Shake) for each in effects) is not bool(refused)
+
+
+def test_an_order_for_an_engine_id_that_another_has_taken_meanwhile_is_refused() -> None:
+    peers = Peers("own", 10.0)
+    peers.on(pe.Get(1, "p", "x"), 0.0)
+    met(peers, "h", asker=2)
+    effects = peers.on(pe.Met(1, pe.Home("1", ("x",))), 0.0)
+    assert [type(each) for each in effects] == [pe.Unload, pe.Shaken, pe.Refused]
 
 
 def test_an_engine_whose_daemons_say_that_it_is_over_is_that_of_their_home() -> None:
@@ -123,6 +151,13 @@ def test_an_engine_whose_daemons_say_that_it_is_over_is_that_of_their_home() -> 
     assert "p" in homes
     homes.over("p", HOME)
     assert "p" not in homes
+
+
+def test_an_engine_id_that_an_order_has_bound_stays_so_bound() -> None:
+    homes = Homes()
+    for ordered in (True, False):
+        homes.bind("p", HOME, ordered=ordered)
+        assert not homes.is_presumed("p")
 
 
 def test_an_address_that_is_not_wanted_any_more_is_not_met() -> None:
@@ -183,6 +218,10 @@ def test_timers_that_are_set_anew_take_bounded_room() -> None:
             assert alarms.entries <= 2 * len(alarms) + Alarms.SLACK
     assert alarms.due(1.0) == list(range(100))
     assert alarms.next() is None
+    alarms.set(0, 200.0)
+    for at in range(199, 99, -1):
+        alarms.set(1, float(at))
+    assert alarms.due(200.0) == [1, 0], "none is lost when room is made"
 
 
 def test_a_daemon_that_cannot_be_started_is_tried_again_when_the_report_says() -> None:
@@ -217,19 +256,20 @@ def test_timers_of_one_time_ring_in_the_order_in_which_they_were_set() -> None:
     assert alarms.due(1.0) == ["c", "a", "b"]
 
 
-def test_a_reader_of_a_publish_that_waits_for_its_fence_is_told_that_it_is_still_to_come() -> None:
-    source = ByEvents()
-    source.publish(fence=1)
-    reader = source.reader()
-    assert reader.waits(reader.opens())
-
-
 def test_an_upgrade_is_loaded_beside_a_daemon_that_does_not_serve_yet() -> None:
     keeper = Keeper()
     for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1), ke.NotStarted(2, "no memory")):
         keeper.on(event, 1.0)
     assert [each for each in keeper.on(ke.Died(1, 9, "killed"), 30.0) if isinstance(each, ke.Start)] == [ke.Start(3)]
     assert ke.Start(4) in keeper.on(ke.Upgrade(), 31.0)
+
+
+def test_a_daemon_that_takes_over_has_another_stand_by_at_once() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1), ke.NotStarted(2, "no memory"), ke.Died(1, 9, "killed")):
+        keeper.on(event, 1.0)
+    keeper.on(ke.Loaded(3, 5.0), 2.0)
+    assert keeper.on(ke.Serves(3), 2.0) == [ke.Start(4)]
 
 
 def test_a_call_that_is_left_after_its_end_or_again_is_told_nothing() -> None:
@@ -357,11 +397,11 @@ def test_a_rank_that_finishes_while_it_reads_is_remembered_whatever_others_do() 
     assert source.state() is LeaseState.RELEASED
 
 
-def test_an_engine_that_numbers_its_leases_is_taken_at_its_word() -> None:
-    book = Book()
-    (sent,) = book.on(be.Publish("call", "lease", "r", number=7))
-    assert isinstance(sent, be.Send)
-    assert sent.number == 7
+def test_an_engine_that_numbers_its_leases_and_attempts_is_taken_at_its_word() -> None:
+    for said in (be.Publish("call", "lease", "r", number=7), be.Receive("call", "r", attempt=7)):
+        (sent,) = Book().on(said)
+        assert isinstance(sent, be.Send)
+        assert sent.number == 7
 
 
 def test_a_lease_that_ends_with_its_session_is_told_why() -> None:
@@ -398,6 +438,22 @@ def test_an_engine_that_has_read_keeps_no_lease_from_being_given_up() -> None:
     source.read(ANOTHER)
     source.on(e.GiveUp("r", "aborted", READER))
     assert source.state() is LeaseState.REVOKED
+
+
+def test_a_lease_that_is_refused_twice_is_refused_for_the_first_reason() -> None:
+    source = ByEvents()
+    for code in ("published_less", "full"):
+        source.on(e.Refuse("r", 1, Conflict(code, "a test")))
+    reader = source.reader()
+    assert reader.refused(reader.opens(lease=1)).code == "published_less"
+
+
+def test_a_lease_that_another_engine_reads_is_not_given_up() -> None:
+    source = ByEvents()
+    source.publish(readers=2)
+    source.reader(ANOTHER).opens()
+    source.on(e.GiveUp("r", "aborted", READER))
+    assert source.state() is LeaseState.PUBLISHED
 
 
 def test_ranks_of_an_engine_number_their_leases_and_attempts() -> None:
@@ -461,6 +517,19 @@ def test_memory_is_not_kept_for_an_engine_that_leaves() -> None:
     assert sessions.sessions["one"].state is State.KEPT
     sessions.on(se.Leave("one"), 0.0)
     assert sessions.sessions["one"].state is State.FREEING
+
+
+def test_memory_goes_on_in_the_next_session_of_its_own_rank_alone() -> None:
+    for rank, before in ((0, "one"), (1, None)):
+        sessions, effects = Sessions(), []
+        for event in (se.Attach("one", se.Rank("decode", "1", 0, 2)), se.Allocated("one", True), se.Withdraw("one")):
+            effects = sessions.on(event, 0.0)
+        while taken := [each.step for each in effects if isinstance(each, se.Take)]:
+            effects = sessions.on(se.StepOver("one", taken[0], done=True), 0.0)
+        attached = se.Rank("decode", "1", rank, 2)
+        effects = sessions.on(se.Attach("two", attached, "one"), 0.0)
+        assert se.Open("two", attached, before) in effects
+        assert (se.Over("one") in effects) is (before is not None)
 
 
 def test_a_rank_that_was_not_let_in_is_missing_for_that_reason() -> None:
@@ -580,7 +649,8 @@ def test_only_what_is_published_whole_at_once_is_announced_and_to_few() -> None:
     for more, readers, told in ((False, ANNOUNCED_TO, True), (True, 1, False), (False, ANNOUNCED_TO + 1, False)):
         source = ByEvents()
         listening = [source.reader(ReaderId(f"d{at}", "1", 0, 1), announcing=True) for at in range(readers)]
-        source.publish(more=more)
+        for goes_on in (True, False) if more else (False,):
+            source.publish(more=goes_on)
         assert [isinstance(each.hears(0), e.Announcement) for each in listening] == [told] * readers
 
 
@@ -591,14 +661,6 @@ def test_a_lease_that_has_ended_says_when() -> None:
     source.wait(5.0)
     source.revoke()
     assert (source.account().ended_at, source.account().expires_in_s) == (5.0, None)
-
-
-def test_a_rank_that_finishes_ends_no_reading_of_its_own() -> None:
-    source = ByEvents()
-    source.publish()
-    source.reader().opens()
-    source.finish()
-    assert source.state() is LeaseState.PUBLISHED
 
 
 def packing_of(source: ByEvents) -> Packing:
@@ -632,18 +694,11 @@ def test_nothing_is_packed_after_the_end() -> None:
     assert not any(packing.sizes().values())
 
 
-def test_what_was_never_opened_is_not_closed() -> None:
-    following = Following(0, "r", 1, Computed())
-    assert following.on(rd.Leave(complete=False), 0.0) == []
-    assert len(following.on(rd.Leave(complete=True), 0.0)) == 1
-
-
 def test_why_a_rank_is_missing_is_said_of_its_engine_and_another_epoch() -> None:
     rosters = Rosters()
     rosters.join(1, Rank("p", "1", 1, 2), ro.Member("a", "i1"))
     assert "in epoch 1" in rosters.why_missing("p", "2", 1)
-    assert rosters.why_missing("q", "2", 1) == rosters.why_missing("p", "2", 0) == ""
-    assert "was there" in rosters.why_missing("p", "1", 1)
+    assert {rosters.why_missing(*of) for of in (("q", "2", 1), ("p", "2", 0), ("p", "1", 0), ("p", "1", 1))} == {""}
 
 
 def test_ends_that_are_told_again_take_no_place_of_a_refusal() -> None:
@@ -695,6 +750,28 @@ def test_a_publish_that_comes_after_the_end_of_its_lease_begins_another() -> Non
     assert (again.call, again.number) == ("second", 2)
 
 
+def test_a_publish_whose_lease_goes_on_is_not_sent_again() -> None:
+    book, over = Book(), Conflict("lease_ended", "it is over")
+    id = sends(book, be.Publish("call", "lease", "r"))
+    assert book.on(be.Answered(id, over)) == [be.Refused("call", over)]
+
+
+def test_an_upgrade_that_is_wished_for_after_a_stop_begins_nothing() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1), ke.Stop(15)):
+        keeper.on(event, 0.0)
+    assert keeper.on(ke.Upgrade(), 1.0) == []
+    assert keeper.wishes.upgrade == 0
+
+
+def test_a_keeper_whose_first_daemon_cannot_be_started_says_so_and_ends() -> None:
+    keeper = Keeper()
+    keeper.on(ke.Begin(), 0.0)
+    assert keeper.on(ke.NotStarted(1, "no memory"), 0.0) == [
+        ke.Report("no daemon can be started now (no memory)"), ke.End(1)
+    ]  # fmt: skip
+
+
 def test_other_ranks_are_told_once_that_an_attempt_is_given_up() -> None:
     leader, at = Leader(), ReadingRank("decode", "1", 0, 1)
     leader.on(le.Lead(1, at, "r", Attempt(1), (1,), 60.0), 0.0)
@@ -732,6 +809,7 @@ def test_an_engine_that_has_gone_ends_its_leases_and_those_of_its_own_memory_at_
 def sends(book: Book, said: be.Said) -> int:
     (sent,) = book.on(said)
     assert isinstance(sent, be.Send)
+    assert bool(sent.number) is isinstance(said, be.Publish | be.Receive)
     book.check()
     return sent.id
 
@@ -1008,12 +1086,12 @@ def test_a_lease_that_a_reader_waits_for_or_has_open_is_not_announced() -> None:
         listener, reader = source.reader(ANOTHER, announcing=True), source.reader()
         if opens_first:
             reader.opens()
-        number = source.publish(fence=1)
+        source.publish(fence=1)
         if not opens_first:
             reader.opens()
         if not stays:
             reader.goes()
-        source.on(e.FenceOver("r", number, 1))
+        source.on(e.FenceOver("r", 1))
         assert isinstance(listener.hears(0), e.Announcement) is not (opens_first or stays)
 
 
@@ -1117,20 +1195,23 @@ def test_one_chunk_is_gathered_first_and_then_two_at_a_time() -> None:
     gathers = [each for each in packing.on(pk.Gathered(packing.at, 0), 0.0) if isinstance(each, pk.Gather)]
     assert gathers == [pk.Gather(packing.at, 1, True), pk.Gather(packing.at, 2, True)]
     assert pk.Gather(packing.at, 3, True) in packing.on(pk.Gathered(packing.at, 1), 0.0)
+    assert packing.packed_at is None
 
 
 def test_what_no_reader_of_ours_says_ends_its_packing() -> None:
-    for said in ({"want": (0,)}, {"want": (-1,)}, {"want": (4,)}, {"read": (1,)}, {"vouch": True}):
+    for field, value in (("want", 0), ("want", -1), ("want", 4), ("read", 0), ("read", 1), ("vouch", True)):
         packing = packs(4)
         packing.on(pk.WasCut(packing.at), 0.0)
         packing.on(pk.Want(packing.at, (0, 1)), 0.0)
         packing.on(pk.Gathered(packing.at, 0), 0.0)
-        assert packing.on(pk.Want(packing.at, **{"want": (), **said}), 0.0) == [
+        said = {"want": (), field: value if value is True else (value,)}
+        assert packing.on(pk.Want(packing.at, **said), 0.0) == [
             pk.Forget(packing.at), e.Speak(packing.at.reading)
         ]  # fmt: skip
         told = packing.take()
         assert told is not None and told.problem is not None
         assert (told.chunks, told.problem.code, packing.take()) == ((), "malformed_pack", None)
+        assert (told.problem.field, told.problem.value) == (field, str(value))
 
 
 def test_a_packing_is_vouched_for_when_all_its_chunks_are_read() -> None:
@@ -1338,12 +1419,13 @@ def test_a_lease_is_for_readers_for_as_long_as_it_was_published() -> None:
     source.publish(num_tokens=8, more=True, ttl_s=5.0)
     source.wait(4.0)
     assert (source.state(), source.account().expires_in_s) == (LeaseState.PUBLISHING, 1.0)
-    number = source.publish(num_tokens=9, more=True, ttl_s=5.0, fence=1)
+    source.publish(num_tokens=9, more=True, ttl_s=5.0, fence=1)
     assert source.account().expires_in_s == 5.0
-    source.on(e.FenceOver("r", number, 1))
+    source.on(e.FenceOver("r", 1))
     reader = source.reader()
     reading = reader.opens()
     source.wait(60.0)
+    assert source.state() is LeaseState.PUBLISHING, "it is read"
     reader.closes(reading, complete=False)
     assert source.state() is LeaseState.EXPIRED, "its time passed while it was read"
 
@@ -1393,6 +1475,10 @@ def test_when_a_reader_opened_a_lease_had_all_of_it_packed_and_closed_it_is_told
     source.wait(5.0)
     source.on(e.Leave(packing.at.reading, complete=True))
     assert [each.times for each in source.account().readers] == [Times(opened=0.0, packed=3.0, closed=5.0)]
+    source.publish("s")
+    source.wait(2.0)
+    source.finish(request_id="s")
+    assert [each.times for each in source.account("s").readers] == [Times(closed=2.0)]
 
 
 def test_a_rank_reads_in_the_highest_attempt_that_it_has_said() -> None:
@@ -1427,6 +1513,7 @@ def test_a_rank_that_goes_before_it_has_read_has_not_finished() -> None:
     source = ByEvents()
     waiting = source.reader()
     waiting.closes(waiting.opens(lease=1), complete=False, lease=1)
+    waiting.closes(waiting.opens())
     source.publish()
     assert source.state() is LeaseState.PUBLISHED
     reader, other = source.reader(), source.reader()
@@ -1435,3 +1522,74 @@ def test_a_rank_that_goes_before_it_has_read_has_not_finished() -> None:
     other.closes(1, complete=False, lease=1)
     reader.closes(reading, complete=False)
     assert source.state() is LeaseState.PUBLISHED
+
+
+def test_a_view_says_how_long_its_fence_took() -> None:
+    source = ByEvents()
+    source.wait(5.0)
+    source.publish(fence=1)
+    reader = source.reader()
+    reader.opens()
+    assert isinstance(reader.hears(), e.Unpublished)
+    source.wait(2.0)
+    source.on(e.FenceOver("r", 1))
+    told = reader.hears()
+    assert isinstance(told, e.Update)
+    assert (told.view.fenced_s, source.account().shown_s) == (2.0, 2.0)
+
+
+def test_claims_of_ever_higher_blocks_grow_their_room_seldom() -> None:
+    claims, rooms = Claims(), list[int]()
+    for block in range(1000):
+        claims.take(1, {"full": np.array([block])}, "r")
+        claims.check()
+        (room,) = map(len, claims._holders.values())
+        rooms += [room] * (room not in rooms)
+    assert rooms == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def test_calls_are_left_that_somebody_has_left() -> None:
+    book = Book()
+    sends(book, be.Receive("call", "r"))
+    assert book.left("r") == []
+    book.on(be.Leave("call"))
+    assert (book.left("r"), book.left("s")) == (["call"], [])
+
+
+def test_a_lease_that_the_engine_numbers_is_lost_by_that_number() -> None:
+    book = Book()
+    book.on(be.SessionLost(SILENT))
+    book.on(be.Publish("call", "lease", "r", number=9))
+    assert list(book.start.lost) == [("r", 9)]
+
+
+def test_of_those_that_load_the_nearest_stays_when_an_upgrade_is_wished_for() -> None:
+    keeper = Keeper()
+    for event in (ke.Begin(), ke.Loaded(1, 5.0), ke.Serves(1), ke.Loaded(2, 5.0), ke.Upgrade()):
+        keeper.on(event, 1.0)
+    assert sorted(keeper.daemons) == [1, 2, 3]
+    assert ke.Signal(3, ke.KILL) in keeper.on(ke.Upgrade(), 2.0)
+    assert keeper.daemons[2].wanted
+
+
+def test_a_place_that_was_met_otherwise_is_not_asked_again_where_its_handshake_fails() -> None:
+    wanted, place = Wanted(), ("p", "a")
+    wanted.take_over([place])
+    assert wanted.next(0.0) == [place]
+    wanted.met(place, 1)
+    assert not wanted.failed(place, SILENT, 0.0)
+    wanted.check()
+    assert wanted.resting.next() is None
+
+
+def test_a_reader_that_names_no_prompt_goes_by_any_announcement() -> None:
+    it = Following(0, "r", 0, Computed())
+    it.on(rd.Begin(ANNOUNCED), 0.0)
+    assert (it.announced, it.seen) == (True, ANNOUNCED)
+
+
+def test_a_renewal_whose_own_handshake_fails_is_refused_and_its_peer_forgotten() -> None:
+    peers = Peers("own", 10.0)
+    met(peers, "h")
+    assert peers.on(pe.Renew(2, 1), 0.0) == [pe.Shake(2, "p", "h")]
+    assert peers.on(pe.Unmet(2, SILENT), 0.0) == [pe.Shaken(2, SILENT), pe.Unload(1), pe.Refused(2, SILENT)]

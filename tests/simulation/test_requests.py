@@ -13,7 +13,7 @@ from requests_world import Order
 from kvferry.errors import KvferryError, PeerFailed
 from kvferry.protocol import parts, requests
 from kvferry.protocol import requests_events as e
-from kvferry.protocol.attempts import Attempt, Limits, ReadingRank
+from kvferry.protocol.attempts import Attempt, Limits, ReadingRank, draining
 from kvferry.protocol.requests import Requests
 
 RANK_0, RANK_1 = ReadingRank("decode", "1", 0, 1), ReadingRank("decode", "1", 1, 1)
@@ -123,6 +123,16 @@ def test_an_order_of_an_attempt_that_has_ended_is_told_of_that_one() -> None:
     assert why.code == "order_conflict" and "ordered already, otherwise" in why.message
 
 
+def test_an_attempt_has_one_reservation() -> None:
+    it = requests_of(reserved(1, RANK_0, 4))
+    assert it.on(reserved(1, RANK_0, 4)) == [e.Taken(1)]
+    assert refusal(it, reserved(1, RANK_0, 5)).code == "receive_conflict"
+
+
+def test_rank_0_hands_on_the_tables_that_an_order_brings() -> None:
+    assert e.HandOn(1, {0: (4, 5)}) in requests_of().on(brings(4, 5))
+
+
 def test_a_reservation_does_not_join_an_order_that_is_about_to_end() -> None:
     it = requests_of(ordered(), e.Abort(RANK_0, "r", "enough"))
     assert it.on(reserved())[-1] == e.Taken(2)
@@ -156,6 +166,7 @@ def test_an_order_that_rank_0_hands_on_comes_to_a_rank_that_has_its_own() -> Non
 
 def test_a_lease_that_the_engine_names_on_some_ranks_may_be_another_on_rank_0() -> None:
     named = reserved(1, RANK_1, order=Order(lease=3))
+    assert codes(requests_of(named).on(handed(order=Order(lease=3)))) == []
     for first, second in ((handed(), named), (named, handed())):
         why = refusal(requests_of(first), second)
         assert (why.code, why.field) == ("order_conflict", "source.lease")
@@ -345,6 +356,7 @@ def test_nothing_begins_on_an_engine_that_is_closed() -> None:
     for event in (reserved(), handed(), ordered("s")):
         assert refusal(it, replace(event, closed=DRAINING)).code == "draining"
     assert not it.parts.all()
+    assert (draining(1, "").field, draining(1, "rank 1 of decode").field) == ("", "rank")
 
 
 def test_a_reservation_that_rank_0_brings_is_claimed_until_nothing_can_write_to_it() -> None:
@@ -371,7 +383,8 @@ def test_blocks_are_free_when_their_engine_is_gone_and_nothing_writes_them() -> 
 
 def test_who_waits_for_fewer_transfers_hears_of_each() -> None:
     it = requests_of(reserved(), e.Ended(1))
-    assert (it.on(e.Quiet(1)), it.left) == ([e.OneFewer()], 0)
+    assert (it.on(e.Quiet(1)), it.left) == ([e.OneFewer()], 1), "another rank goes on"
+    assert (it.on(e.Over(1)), it.left) == ([e.OneFewer()], 0)
 
 
 def test_records_are_forgotten_when_more_have_ended_and_nothing_of_them_goes_on() -> None:
@@ -379,7 +392,7 @@ def test_records_are_forgotten_when_more_have_ended_and_nothing_of_them_goes_on(
     for part in (1, 2, 3):
         assert it.on(e.Ended(part)) == []
     assert it.on(e.Quiet(1)) == [e.OneFewer()]
-    assert it.on(e.Over(1)) == [e.Forgotten(1)]
+    assert it.on(e.Over(1)) == [e.OneFewer(), e.Forgotten(1)]
     it.on(e.Over(2))
     it.on(e.Quiet(2))
     assert it.on(e.Ended(4, SILENT, over=True)) == [e.TellEnded(4), e.Forgotten(2)]

@@ -12,7 +12,7 @@ from table import ROWS, Pair, Row, Tried, watched
 
 from kvferry.errors import KvferryError
 
-SEEDS = 100
+SEEDS = 40  # 30 and 100 meet the same states
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ class WholeRequest:
             self._reserve(rank)
         self._publish()
         self._deliver()
-        self._serve(e.FenceOver("r", LEASE, FENCE))
+        self._serve(e.FenceOver("r", FENCE))
         self._deliver()
         assert not any(self.source.sizes()[kept] for kept in ("live", "opened")) and not self.leader.sizes()["led"]
         for rank in self.ranks:

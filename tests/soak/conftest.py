@@ -1,4 +1,4 @@
-"""The soaks use the helpers of tests/integration, tests/faults and tests/engines."""
+"""The soaks use the helpers of tests/faults and tests/engines."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / folder) for folder in ("integration", "faults", "engines")]
+sys.path[:0] = [str(TESTS / folder) for folder in ("faults", "engines")]

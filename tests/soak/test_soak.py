@@ -28,7 +28,6 @@ from fleet import TIMEOUT_S, Daemons, ended, under_way, until
 from ranks import HEADS, STATE, Blocks, Kv, Shape, TestEngine
 from scene import GAUGES, IN_UCX, UCX, Held, gauge_of, idle, is_ucx
 from soaking import SECONDS, SEED
-from stopping import stopped
 from victim import OWN_FAULT
 
 from kvferry.engine import Lease, Unsettled
@@ -38,6 +37,7 @@ from kvferry.router import RouterClient
 from kvferry.schemas import OrderBody
 from kvferry.session import CALL_S
 from kvferryd.demo.fleet import DaemonService, Fleet, ServiceError
+from stopping import stopped
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(SECONDS + 240)]
 

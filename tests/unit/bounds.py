@@ -185,8 +185,8 @@ UNDER_WAY: dict[str, Row] = {
     "Meeting._naming": lambda kept: kept("Wanted._asked"),
     # These worlds have no rosters, keepers, known peers or engines that hand files over.
     **dict.fromkeys(
-        ("KnownPeers._looking", "KnownPeers._resolved", "Wanted._named", "Wanted._awaited", "_Readers.awaited",
-         "Roster._challenges", "Roster._places", "Roster._rest", "Rosters._rosters", "Rosters._of", "Seed._told"),
+        ("KnownPeers._looking", "KnownPeers._lookups", "KnownPeers._resolved", "Wanted._named", "Wanted._awaited",
+         "_Readers.awaited", "Roster._challenges", "Roster._places", "Rosters._rosters", "Rosters._of", "Seed._told"),
         lambda kept: 0,
     ),
 }  # fmt: skip
@@ -204,6 +204,7 @@ TASKS = (
     "._unloading",
     "._steps",
     "._closing",
+    "._lookups",
     "._pairing",
 )
 REMEMBERED: dict[str, Row] = {
@@ -272,10 +273,9 @@ REMEMBERED: dict[str, Row] = {
     "Channels._open": lambda kept: 2 * kept.others,
     "Channels._newest": lambda kept: kept("Channels._open"),
     "Callers._under_way": lambda kept: callers.MAX_CALLS,
-    "PeerService._ucx": lambda kept: 0,  # these worlds have no UCX
     "Callers._from": lambda kept: kept("Callers._under_way"),
-    "Engine.members": lambda kept: kept.ranks,
-    "Engine.instances": lambda kept: kept.ranks,
+    "Membership.members": lambda kept: kept.ranks,
+    "Membership.gone": lambda kept: kept.ranks,
     "Engines._sessions": lambda kept: 1,
     "Sessions.sessions": lambda kept: 1,
     "Sessions._current": lambda kept: 1,

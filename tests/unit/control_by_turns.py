@@ -1,8 +1,9 @@
 """The control path of several commits, by turns: python tests/unit/control_by_turns.py [--rounds N] BEFORE NOW ...
 
 Each is a folder with a checkout. All fleets stand beside each other, and blocks of 256 transfers go to one after the
-other: what else the machine does falls on all of them. Figures are those of `kvferry bench control`; a ratio is the
-median over the rounds, to the first folder.
+other: what else the machine does falls on all of them. Figures are those of `kvferry bench control`, and the processor
+time of both daemons, user and system, with that of the half second after a block. A ratio is the median over the
+rounds, to the first folder.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SERIES = (1, 64)
 async def work() -> None:
     """A fleet of the commit that is on PYTHONPATH: for each line of stdin, which says how many at once, a block."""
     from kvferryd.bench import control as c
+    from kvferryd.bench.gpu_engines import cpu_s
 
     async with c._Fleet() as fleet:
         daemons = [fleet.daemon(name) for name in ("source", "reader")]
@@ -42,8 +44,10 @@ async def work() -> None:
                 await pair.series(at_once, WARM)
             print("ready", flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):
+                before = cpu_s(daemons)
                 costs, took_ms = await pair.series(int(line), BLOCK)
                 told = {f"{where}, us": cost["us"] / BLOCK for where, cost in costs.items()}
+                told["both daemons, all threads, us"] = 1e6 * (cpu_s(daemons) - before) / BLOCK
                 print(json.dumps({"order to done, ms": took_ms, **told}), flush=True)
             await rank.client.close()
         finally:

@@ -115,10 +115,10 @@ def needs(
             for token in range(first, last):
                 if is_local(group, token) and token not in held | before:
                     raise NotHeld(f"destination group {group.name} has no block for token {token}")
-    windows = [(c, m.group(c.group).window) for m in (*sources, destination) for c in m.components]
+    windows = [(c, m.group(c.group).window) for m in (destination, *sources) for c in m.components]
     window_of = {
-        (component.layer, component.name): min(
-            (w for c, w in windows if c.label == component.label and w is not None), default=None
+        (component.layer, component.name): next(
+            (w for c, w in windows if c.label == component.label and w is not None), None
         )
         for component in destination.components
     }

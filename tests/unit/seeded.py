@@ -34,6 +34,7 @@ from kvferry.errors import Conflict, KvferryError
 from kvferry.protocol.events import Lose
 from kvferry.protocol.leader import GRACE_S
 from kvferry.protocol.packing import KEPT_S
+from kvferry.protocol.roster_events import Member
 from kvferry.protocol.values import Account, Publication
 from kvferry.schemas import LeaseState, OrderBody, SourceBody, TransferState
 from kvferry.schemas import Ordered as Said
@@ -198,9 +199,11 @@ class Run:
 
     def _join(self) -> None:
         """The reading ranks' rosters name the daemons that there are now."""
-        instances = {rank: daemon.ferry.instance for rank, daemon in self.readers.items()}
+        members = {
+            rank: Member(daemon.address, instance=daemon.ferry.instance) for rank, daemon in self.readers.items()
+        }
         for daemon in self.readers.values():
-            daemon.engine.set_members(daemon.engine.members, instances)
+            daemon.engine.roster.know({**daemon.engine.roster.members, **members})
             with self.world.within(daemon.process):
                 self.world.loop.call(daemon.ferry.jobs.on_roster, daemon.engine)
 

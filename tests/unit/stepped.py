@@ -12,6 +12,7 @@ from caches import attention, cache
 from stepwise import Process, World
 
 from kvferry.manifest import Manifest
+from kvferry.protocol.roster_events import Member
 from kvferry.protocol.session_events import Rank
 from kvferry.protocol.values import Publication
 from kvferry.tables import BlockTable
@@ -61,8 +62,8 @@ class Daemon:
             self.ferry = Ferry(settings, METRICS)
             self.process.service = PeerService(self.ferry, Callers(settings.allow_peers, None))
             self.engine = world.loop.complete(self._registered(manifest))
-        self.engine.set_members(members, {})
-        self.engine.roster_key = KEY
+        self.engine.roster.know({rank: Member(at) for rank, at in members.items()})
+        self.engine.roster.key = KEY
         world.memory.keep(self.engine.leases.words._words)
 
     async def _registered(self, manifest: Manifest) -> Engine:

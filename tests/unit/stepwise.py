@@ -245,7 +245,7 @@ class Agent:
     """
 
     def __init__(self, world: World, name: str, **_: object) -> None:
-        self._world, self.name, self.device = world, name, None
+        self._world, self.name, self.device, self.listens_at = world, name, None, ()
         self.process = PROCESS.get()
         self._spans: list[Span] = []
         self._peers: dict[str, int] = {}
@@ -612,6 +612,9 @@ class Stream:
         if message.error is not None:
             raise message.error
         raise StopAsyncIteration
+
+    async def read(self) -> Any:
+        return await anext(self, grpc.aio.EOF)
 
     async def write(self, message: Any) -> None:
         if self._over:

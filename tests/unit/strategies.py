@@ -7,7 +7,6 @@ matters is the combination. `tried` says how often.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +25,9 @@ SHAPES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (8, 1, 1), (2, 2, 1), (3, 
 
 
 def tried(times: int) -> settings:
-    """So many examples in the gate (HYPOTHESIS_PROFILE=ci), a fifth of them elsewhere: others each time."""
+    """So many examples, others each time."""
     return settings(
-        max_examples=times if os.environ.get("HYPOTHESIS_PROFILE") == "ci" else max(1, times // 5),
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        max_examples=times, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
     )
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
+from alone import peer_served
 
 from kvferry.errors import Conflict, KvferryError
 from kvferry.protocol.reading import Close
 from kvferry.rpc import PEER_OPTIONS
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
-from kvferryd.leases.record import announced_as
+from kvferry.wire import announced_as
 from kvferryd.peers.contact import Contact
 from kvferryd.peers.reader_stream import ANNOUNCED_NBYTES, LEAST_NBYTES, Listener, ReaderStream
 
@@ -42,11 +43,10 @@ async def announced(
 ) -> AsyncIterator[ReaderStream]:
     """A reader's stream on which they have come, and which is over. follow: hear of that. source: in place of the one
     that announces."""
-    server = grpc.aio.server(options=PEER_OPTIONS)
-    peer_pb2_grpc.add_PeerServicer_to_server(source or Source(list(leases)), server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
+    async with (
+        peer_served(source or Source(list(leases))) as address,
+        grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel,
+    ):
         stub: peer_pb2_grpc.PeerAsyncStub = peer_pb2_grpc.PeerStub(channel)
         stream = ReaderStream(stub, Contact(address), peer_pb2.ReadOpening(), several=False)
         for listener in follow:
@@ -54,7 +54,6 @@ async def announced(
         async with asyncio.timeout(60):
             await asyncio.wait([stream._reading])
         yield stream
-    await server.stop(0)
 
 
 def of(lease: int) -> tuple[str, peer_pb2.LeaseUpdate]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from test_channels_of_ranks import first_of
+from alone import first_of
 
 from kvferry.errors import KvferryError
 from kvferry.protocol.session_events import Step

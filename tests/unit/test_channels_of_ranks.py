@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
-from caches import attention, cache
+from alone import first_of, peer_served
 
 from kvferry.errors import KvferryError
-from kvferry.protocol.session_events import Rank
-from kvferry.rpc import PEER_OPTIONS
 from kvferry.schemas import TransferState
 from kvferry.tables import BlockTable
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.aio import Notes
 from kvferryd.config import Config
-from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
-from kvferryd.engine.session import Session
-from kvferryd.leases.leases import Leases
 from kvferryd.observe.history import opened
 from kvferryd.observe.metrics import Metrics
 from kvferryd.peers import channels
@@ -31,19 +26,8 @@ from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transfers.ranks import Ranks
 from kvferryd.transfers.record import record_of
 from kvferryd.transfers.transfers import Transfers
-from kvferryd.transport.agent import Agent
 
 pytestmark = pytest.mark.anyio
-
-
-def first_of(*others: str) -> Engine:
-    """Its agent is never started: nothing is read."""
-    size = 1 + len(others)
-    session, leases = Session(Rank("e", "1", 0, size)), Leases("e", "1", lambda lease: None, 1)
-    return Engine(
-        *session.rank, session, cache(*attention(), engine="e", of=size), Agent("a"), b"", leases, False, None, None,
-        "", (), dict(enumerate(("127.0.0.1:1", *others))), None, Sums(),
-    )  # fmt: skip
 
 
 @contextlib.asynccontextmanager
@@ -99,22 +83,19 @@ class Rank2(peer_pb2_grpc.PeerServicer):
 
 async def test_what_breaks_over_one_rank_fails_the_transfer_of_all_and_leaves_none_waiting() -> None:
     config, metrics = Config(), Metrics()
-    peers, servers, addresses = Peers(config, metrics), [], []
+    peers = Peers(config, metrics)
     jobs = Transfers(config, peers, metrics, opened(), Notes(lambda: False), lambda: None, "instance")
-    for service in (Rank1(), Rank2()):
-        servers.append(grpc.aio.server(options=PEER_OPTIONS))
-        peer_pb2_grpc.add_PeerServicer_to_server(service, servers[-1])
-        addresses.append(f"127.0.0.1:{servers[-1].add_insecure_port('127.0.0.1:0')}")
-        await servers[-1].start()
-    engine = first_of(*addresses)
-    async with asyncio.timeout(60), silent() as source:
+    async with (
+        asyncio.timeout(60), silent() as source, peer_served(Rank1()) as first, peer_served(Rank2()) as second
+    ):  # fmt: skip
+        engine = first_of(first, second)
         transfer = jobs.receive(engine, "r", 1, reserved(engine), Order("p", source, deadline_s=3600), None)
         while not transfer.over:
             await transfer.changed.wait()
-    assert {share.state for share in record_of(transfer).ranks} == {TransferState.FAILED}
-    assert transfer.ranks[1].error is not None and transfer.ranks[1].error.code == "internal"
-    await jobs.close()
-    await asyncio.gather(peers.close(), *(server.stop(0) for server in servers))
+        assert {share.state for share in record_of(transfer).ranks} == {TransferState.FAILED}
+        assert transfer.ranks[1].error is not None and transfer.ranks[1].error.code == "internal"
+        await jobs.close()
+        await peers.close()
 
 
 @pytest.fixture
@@ -155,16 +136,11 @@ async def test_who_waits_for_a_request_is_not_woken_by_another(jobs: Transfers) 
     waiting[1].cancel()
 
 
-async def test_a_rank_that_was_away_is_dialled_once_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rank_that_was_away_is_dialled_once_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, stack: contextlib.AsyncExitStack
+) -> None:
     dials, dial = [], channels._dial
     monkeypatch.setattr(channels, "_dial", lambda *of: dials.append(of) or dial(*of))
-
-    async def serve(port: int = 0) -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server()
-        peer_pb2_grpc.add_PeerServicer_to_server(Rank2(), server)
-        port = server.add_insecure_port(f"127.0.0.1:{port}")
-        await server.start()
-        return server, port
 
     async def told() -> bool:
         try:
@@ -175,21 +151,23 @@ async def test_a_rank_that_was_away_is_dialled_once_when_it_is_back(monkeypatch:
         return True
 
     ours = channels.Channels(Config())
-    ranks, (server, port) = Ranks(Config(), ours, "instance", {}, lambda it: None), await serve()
-    address = f"127.0.0.1:{port}"
-    engine = first_of(address)
-    assert await told()
-    await server.stop(0)
+    ranks = Ranks(Config(), ours, "instance", {}, lambda it: None)
+    held_port = stack.enter_context(socket.socket())  # keeps others from it while no server is there
+    held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held_port.bind(("127.0.0.1", 0))
+    port = held_port.getsockname()[1]
+    async with peer_served(Rank2(), port) as address:
+        engine = first_of(address)
+        assert await told()
     while len(dials) < 2:  # gRPC waits before it dials again: another channel has tried meanwhile
         assert not await told()
-    server, _ = await serve(port)
-    held = ranks._open[engine][address]
-    async with asyncio.timeout(60):
-        while held._shared.waits:  # noqa: ASYNC110  gRPC dials again by itself
-            await asyncio.sleep(0.02)
-    before = len(dials)
-    assert all([await told() for _ in range(5)])
-    assert len(dials) == before and len(ours) == 1
-    await ranks.close()
-    await ours.close()
-    await server.stop(0)
+    async with peer_served(Rank2(), port):
+        held = ranks._open[engine][address]
+        async with asyncio.timeout(60):
+            while held._shared.waits:  # noqa: ASYNC110  gRPC dials again by itself
+                await asyncio.sleep(0.02)
+        before = len(dials)
+        assert all([await told() for _ in range(5)])
+        assert len(dials) == before and len(ours) == 1
+        await ranks.close()
+        await ours.close()

@@ -15,7 +15,9 @@ from kvferryd.commands import cli, say, transfers
 from kvferryd.commands.cli import FORWARDED, main
 from kvferryd.config import OPTIONS
 
-OWN = ("serve", "doctor", "status", "top", "transfers", "leases", "peers", "drain")
+ANYWHERE = ("--rest", "127.0.0.1:0", "--peer", "127.0.0.1:0", "--advertise", "127.0.0.1:9")
+"""Ports that the kernel chooses: a daemon of this machine may have the usual ones."""
+OWN = ("serve", "doctor", "status", "top", "transfers", "leases", "history", "peers", "drain")
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,16 @@ def test_help_of_each_command_has_examples(command: str, capsys: pytest.CaptureF
     assert "examples:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["run", "host", "keep"])
+def test_help_of_what_starts_daemons_says_where_their_settings_are(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(command, "--help") == 0
+    said = capsys.readouterr().out
+    assert "`kvferry serve --help`" in said
+    assert "--engine-socket PATH" not in said  # `host` refuses it
+
+
 def test_help_needs_nothing_but_the_standard_library_and_ours() -> None:
     heavy = "{'torch', 'nixl_cu12', 'nixl_cu13', 'fastapi', 'structlog', 'grpc', 'numpy', 'httpx', 'pydantic'}"
     script = f"import sys; from kvferryd.commands.cli import _parser; _parser(); print({heavy} & set(sys.modules))"
@@ -89,12 +101,12 @@ def test_a_wrong_setting_is_told_on_stderr_and_exits_2(capsys: pytest.CaptureFix
 
 
 def test_check_prints_every_setting_and_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("serve", "--check", "--arena-mb", "9", "--rest", "0.0.0.0:7410") == 0
+    assert run("serve", "--check", "--arena-mb", "9", *ANYWHERE, "--rest", "0.0.0.0:0") == 0
     said = capsys.readouterr().out
     assert [line.split() for line in said.splitlines() if line.startswith("arena_mb")] == [
         ["arena_mb", "9", "flag", "--arena-mb"]
     ]
-    assert "note: REST listens on 0.0.0.0:7410 and takes requests without a token" in said
+    assert "note: REST listens on 0.0.0.0:0 and takes requests without a token" in said
 
 
 def test_check_refuses_a_peer_port_that_is_open_to_strangers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +140,24 @@ def test_a_bad_argument_exits_2_and_is_named(
     assert field in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("history", "--hours", "25"), "argument --hours: 25 is not from 1 to 24"),
+        (("host", "--cpu", "65"), "argument --cpu: 65 is not from 1 to 64"),
+        (("host", "--cpu", "two"), "argument --cpu: two is not from 1 to 64"),
+        (("bench", "cots"), "there is no part cots: choose from plan, "),
+        (("bench", "cots"), "fleet, cost, paged, trace"),
+        (("explain",), "-> give both, or --transfer ID"),
+    ],
+)
+def test_a_bad_argument_is_told_what_would_be_a_good_one(
+    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*argv) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_missing_package_names_the_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.FORWARDED, "bench", cli.Forwarded("needs_nixl", "", "daemon"))
     assert run("bench") == 2
@@ -142,6 +172,10 @@ def test_a_forwarded_command_gets_its_own_arguments(
     monkeypatch.setitem(cli.FORWARDED, "explain", cli.Forwarded("an_other_command", "", "daemon"))
     assert run("explain", "--help", "x") == 5
     assert capsys.readouterr().out == "['--help', 'x']\n"
+
+
+def test_without_transfers_the_daemon_that_has_them_is_named() -> None:
+    assert "the daemon that reads lists them" in transfers.transfer_table([])
 
 
 def test_transfers_are_a_table_with_the_unfinished_first() -> None:
@@ -180,7 +214,7 @@ def test_sizes_are_for_people(nbytes: int, said: str) -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_an_output_that_cannot_be_written_is_an_error_in_a_line(flags: tuple[str, ...], unbuffered: str) -> None:
     """Neither a traceback nor 1, which means that something is wrong on the machine."""
-    command = [sys.executable, "-m", "kvferryd", "serve", "--check", "--engine-socket=/tmp/check.sock", *flags]
+    command = [sys.executable, "-m", "kvferryd", "serve", "--check", "--engine-socket=/tmp/check.sock", *ANYWHERE]
     if flags:
         command = [sys.executable, "-m", "kvferryd", "doctor", "--engine-socket=/tmp/check.sock", *flags]
     with Path("/dev/full").open("w") as full:

@@ -1,4 +1,4 @@
-"""The digest of a prompt is a contract: other engines compute it from docs/engines.md alone."""
+"""The digest of a prompt is a contract: other engines compute it from docs/engines.md alone. So is a request's name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import struct
 import pytest
 
 from kvferry.digest import prompt_digest
-from kvferry.errors import KvferryError
-from kvferry.handoff import Handoff
+from kvferry.handoff import Handoff, lease_name
+from kvferry.schemas import MAX_REQUEST_ID
+from support import refused
 
 
 def test_the_digest_is_the_documented_bytes() -> None:
@@ -38,9 +39,8 @@ def test_no_two_of_these_share_a_digest() -> None:
 
 def test_more_tokens_than_the_prompt_has_are_those_of_another() -> None:
     handoff = Handoff.parse({"do_remote_prefill": True, "order": "router", "remote_num_tokens": 9})
-    with pytest.raises(KvferryError) as refused:
+    with refused("other_prompt", field="kv_transfer_params.remote_num_tokens"):
         handoff.origin("r", 8, lambda num_tokens: pytest.fail("there is nothing to compare"))
-    assert (refused.value.code, refused.value.field) == ("other_prompt", "kv_transfer_params.remote_num_tokens")
 
 
 def test_the_digest_is_of_the_tokens_that_are_named() -> None:
@@ -49,3 +49,19 @@ def test_the_digest_is_of_the_tokens_that_are_named() -> None:
     origin = handoff.origin("r", len(tokens), lambda num_tokens: prompt_digest(tokens[:num_tokens]))
     assert origin is not None
     assert origin.digest == prompt_digest([5, 6, 7])
+
+
+# ---- the name of a request at its daemons, made of an id that comes from a client's header ----
+
+
+@pytest.mark.parametrize("request_id", ["a", "cmpl-ü-0-1234abcd", "i" * MAX_REQUEST_ID])
+def test_an_id_that_daemons_take_is_the_name(request_id: str) -> None:
+    assert lease_name(request_id) == request_id
+
+
+@pytest.mark.parametrize("request_id", ["i" * (MAX_REQUEST_ID + 1), "ü" * 5000, "\ud800", "i\udfff" * 300])
+def test_any_other_gets_one_of_its_own(request_id: str) -> None:
+    name = lease_name(request_id)
+    assert name == lease_name(request_id)
+    assert 0 < len(name.encode().decode()) <= MAX_REQUEST_ID
+    assert name != lease_name(request_id + "x")

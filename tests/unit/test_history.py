@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 
 from kvferry.errors import KvferryError
 from kvferry.file import File
-from kvferry.schemas import ErrorBody, MarkKind, RankTransfer, TransferRecord, TransferState
+from kvferry.schemas import ErrorBody, FailedRequest, MarkKind, RankTransfer, TransferRecord, TransferState
 from kvferryd.observe import history
+from kvferryd.observe.failures import Failures
 from kvferryd.observe.history import DAY_S, OTHER, PEERS, RECORDS, History, opened
+from support import refused
 
 MINUTE, DAY = 60, 86_400
 
@@ -179,9 +182,8 @@ def test_the_state_folder_is_for_one_daemon(tmp_path: Path) -> None:
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / "history")
     for name in ("file", "pipe"):
-        with pytest.raises(KvferryError) as refused:
+        with refused("bad_config", field="state"):
             opened(tmp_path / name)
-        assert (refused.value.code, refused.value.field) == ("bad_config", "state")
 
 
 def test_a_disk_that_fails_stops_nothing(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,3 +235,19 @@ def test_another_layout_is_begun_anew(file: File) -> None:
     os.pwrite(file.fileno(), b"kvferry history 0\n", 0)
     kept = again(file)
     assert (kept.earlier, told(kept, DAY, MINUTE, 0)[0]) == ((), [])
+
+
+# ---- the failures that a daemon counts, and the last one of each engine ----
+
+
+def test_the_last_failure_of_an_engine_is_the_one_that_ended_last_however_they_are_noted() -> None:
+    """Records of the daemon before come in the order in which they began."""
+    failures, now = Failures(), time.time()
+    for request_id, ago_s in (("late", 10.0), ("early", 60.0)):
+        error = ErrorBody(code="deadline", message="the deadline passed", field="", value="", remedy="")
+        failures.note(
+            FailedRequest(at=now - ago_s, request_id=request_id, transfer_id="t", engine_id="source", error=error)
+        )
+    assert [each.request_id for each in failures.of_engines()] == ["late"]
+    lately = failures.lately()
+    assert lately is not None and (lately.failed, lately.last.request_id) == (2, "late")

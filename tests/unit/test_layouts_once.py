@@ -8,10 +8,9 @@ import threading
 from collections import defaultdict
 from typing import Any
 
-import grpc
 import pytest
+from alone import first_of, peer_served
 from caches import attention, cache
-from test_channels_of_ranks import first_of
 
 from kvferry.manifest import Manifest
 from kvferry.v1 import layout_pb2, peer_pb2, peer_pb2_grpc
@@ -79,22 +78,20 @@ async def test_a_large_plan_is_written_once_for_all_ranks_and_not_by_the_loop(mo
         return manifest_to_proto(manifest)
 
     monkeypatch.setattr(peer, "manifest_to_proto", write)
-    server, engine, channels = grpc.aio.server(), first_of(), Channels(Config())
-    peer_pb2_grpc.add_PeerServicer_to_server(Planner(), server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
     manifests = [cache(*attention(layers=range(100)), engine="p", rank=rank, of=2) for rank in range(2)]
-    ranks = {
-        each.rank: peer.PeerRank(channels.open(address), each, 1, "", "", b"", {}, peer_pb2.ReadOpening())
-        for each in manifests
-    }
     planned = plan(manifests, cache(*attention(layers=range(100)), engine="e"))
-    of_two = peer.PeerEngine("p", "1", ranks, planned, engine, defaultdict(float))
-    given_up = asyncio.ensure_future(of_two.pair(ranks[0], 60.0))
-    await asyncio.sleep(0)
-    given_up.cancel()
-    names = await asyncio.gather(*(of_two.pair(rank, 60.0) for rank in ranks.values()))
-    assert names == ["2 p 1", "2 p 1"] == [await of_two.pair(ranks[0], 60.0, forgotten=names[0]), names[1]]
-    assert len(wrote) == 3 and set(wrote).isdisjoint([threading.current_thread()])
-    await of_two.close()
-    await asyncio.gather(channels.close(), server.stop(0))
+    channels = Channels(Config())
+    async with peer_served(Planner()) as address:
+        ranks = {
+            each.rank: peer.PeerRank(channels.open(address), each, 1, "", "", b"", {}, peer_pb2.ReadOpening())
+            for each in manifests
+        }
+        of_two = peer.PeerEngine("p", "1", ranks, planned, first_of(), defaultdict(float))
+        given_up = asyncio.ensure_future(of_two.pair(ranks[0], 60.0))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        names = await asyncio.gather(*(of_two.pair(rank, 60.0) for rank in ranks.values()))
+        assert names == ["2 p 1", "2 p 1"] == [await of_two.pair(ranks[0], 60.0, forgotten=names[0]), names[1]]
+        assert len(wrote) == 3 and set(wrote).isdisjoint([threading.current_thread()])
+        await of_two.close()
+        await channels.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.schemas import ErrorBody, LeaseState, RankTransfer, TransferState
+from kvferry.schemas import ErrorBody, FailedRequest, LeaseState, RankTransfer, TransferState
 from kvferryd.config import Config
 from kvferryd.ferry import Ferry
 from kvferryd.observe.metrics import FAILURES, REFUSALS, WAYS, Few, Metrics
@@ -99,6 +99,34 @@ def test_a_peers_latency_has_no_wait_for_the_router() -> None:
 def test_a_label_takes_only_so_many_values() -> None:
     few = Few(2)
     assert [few(value) for value in ("a", "b", "c", "", "a")] == ["a", "b", "other", "none", "a"]
+
+
+def test_what_fails_now_is_named_and_has_no_line_when_it_is_well_again() -> None:
+    metrics = Metrics()
+    metrics.failing([("prefill", 1), ("", None), ("", None), *(("many", rank) for rank in range(100))])
+    said = text(metrics)
+    assert 'kvferry_peers_failing{peer_engine="prefill",rank="1"} 1.0' in said
+    assert 'kvferry_peers_failing{peer_engine="none",rank="none"} 2.0' in said
+    assert 'kvferry_peers_failing{peer_engine="many",rank="other"} 36.0' in said
+    metrics.failing([])
+    assert "kvferry_peers_failing{" not in text(metrics)
+
+
+def test_the_last_failure_of_each_engine_is_told_until_it_is_forgotten() -> None:
+    def failed(engine_id: str, at: float) -> FailedRequest:
+        return FailedRequest(at=at, request_id="r", engine_id=engine_id, error=ErrorBody(code="deadline", message="m"))
+
+    metrics = Metrics()
+    metrics.failed(failed(f"engine {n}", 1000.0 - n) for n in range(100))
+    said = text(metrics)
+    name = "kvferry_last_failure_timestamp_seconds"
+    assert f'{name}{{code="deadline",peer_engine="engine 99"}} 901.0' in said
+    assert f'{name}{{code="deadline",peer_engine="other"}} 1000.0' in said, "the newest of the others"
+    assert said.count(f"{name}{{") == 65
+    metrics.failed([])
+    assert f"{name}{{" not in text(metrics)
+    metrics.failing([("met", 0)])
+    assert 'kvferry_peers_failing{peer_engine="met",rank="0"} 1.0' in text(metrics), "names in orders took no place"
 
 
 def test_methods_that_are_none_of_https_are_one_label() -> None:

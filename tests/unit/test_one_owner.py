@@ -1,12 +1,14 @@
-"""A single module of the daemon makes tasks and timers: what it makes has an owner."""
+"""A single module of the daemon makes tasks and timers: what it makes has an owner. Every wait of a thread ends."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import kvferry
 import kvferryd
 
 FOLDER = Path(kvferryd.__file__).parent
@@ -31,3 +33,13 @@ def test_no_other_module_makes_tasks_or_timers(name: str) -> None:
 
 def test_every_file_of_the_list_is_there() -> None:
     assert not STILL - set(FILES)
+
+
+@pytest.mark.parametrize("package", [kvferry, kvferryd])
+def test_no_simple_queue_is_asked_for_a_while(package: ModuleType) -> None:
+    """Python's SimpleQueue waits for ever when the while is over before the wait begins. Its Queue does not."""
+    for path in Path(str(package.__file__)).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        calls = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Call)]
+        asked = {word.arg for call in calls if ast.unparse(call.func).endswith(".get") for word in call.keywords}
+        assert "SimpleQueue" not in text or "timeout" not in asked, path

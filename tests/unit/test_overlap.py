@@ -50,7 +50,7 @@ def nests(draw: Draw) -> Shape:
     return itemsize, *axes
 
 
-@tried(1000)
+@tried(330)
 @given(
     st.lists(nests(), min_size=1, max_size=2), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 150)), max_size=6)
 )

@@ -1,12 +1,19 @@
-"""Parts that a plug-in finds in a layer's tensors, and that ranks of any TP name and shard alike."""
+"""Parts that a plug-in finds in a layer's tensors, which ranks of any TP name and shard alike, and a layer's heads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+
+from kvferry.errors import Malformed
+from kvferry.vllm import heads
+from support import refused
 
 torch = pytest.importorskip("torch")
 
-from kvferry.errors import Malformed  # noqa: E402
 from kvferry.manifest import ManifestBuilder, ModelInfo  # noqa: E402
 from kvferry.parts import Describing, Part, attention_parts, prove, recurrent_parts  # noqa: E402
 
@@ -120,9 +127,8 @@ def test_cells_that_lie_elsewhere_are_refused() -> None:
     heads_first = memory.as_strided(memory.shape, (2 * SLOTS * CELL, SLOTS * CELL, CELL, 1))
     beyond = memory.as_strided(memory.shape, memory.stride(), CELL)
     for described, why in ((heads_first, "theirs"), (beyond, "lie in their block")):
-        with pytest.raises(Malformed, match=why) as refused:
+        with refused("unknown_layout", Malformed, match=why):
             prove(lambda flags: put(memory, flags), cells(described), memory[0], "cells")
-        assert refused.value.code == "unknown_layout"
 
 
 def test_a_write_that_touches_more_than_the_cells_is_refused() -> None:
@@ -150,7 +156,70 @@ def test_parts_of_one_name_are_not_told_apart_by_their_order() -> None:
     first, second = ([Part("kv", layer, ("block", "slot", "head", "dim"), "head", 1)] for layer in memory)
     describing.add("0", 7, first, "7.attn")
     describing.add("0", 8, second, "8.attn")
-    with pytest.raises(Malformed, match=r"7\.attn and 7\.more both hold kv of layer 7") as refused:
+    with refused("unsupported_cache", Malformed, match=r"7\.attn and 7\.more both hold kv of layer 7"):
         describing.add("0", 7, second, "7.more")
-    assert refused.value.code == "unsupported_cache"
     assert [component.label for component in builder.build().components] == ["7.kv", "8.kv"]
+
+
+# ---- how many KV heads a layer of vLLM has: its own number, never that of the model ----
+
+
+def model(total: int, **config: Any) -> Any:
+    text = SimpleNamespace(to_dict=lambda: config)
+    return SimpleNamespace(get_total_num_kv_heads=lambda: total, hf_text_config=text)
+
+
+GEMMA_4 = model(16, num_key_value_heads=16, num_global_key_value_heads=4)
+"""Gemma-4-31B: layers with windows have 16 KV heads, the others 4."""
+
+
+@pytest.fixture(autouse=True)
+def noted() -> Iterator[None]:
+    heads.NOTED.clear()
+    heads.NOTED["layers.0.self_attn"].add(16)
+    heads.NOTED["layers.5.self_attn"].add(4)
+    yield
+    heads.NOTED.clear()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "windowed", "full"), [(1, 1, 1), (2, 2, 2), (4, 4, 4), (8, 8, 4), (16, 16, 4), (32, 16, 4)]
+)
+def test_layers_with_different_numbers_of_heads_are_each_divided_by_their_own(
+    ranks: int, windowed: int, full: int
+) -> None:
+    for name, total, shards in (("layers.0.self_attn.attn", 16, windowed), ("layers.5.self_attn.attn", 4, full)):
+        assert heads.shards(name, max(1, total // ranks), ranks, GEMMA_4) == shards
+
+
+def test_where_the_projection_says_nothing_the_configuration_may() -> None:
+    assert heads.shards("other.attn", 1, 8, model(4, num_key_value_heads=4)) == 4
+    assert heads.shards("other.attn", 1, 8, model(8)) == 8
+    assert heads.shards("other.attn", 1, 8, model(8, id2label={0: "none"})) == 8
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [(16, {"num_global_key_value_heads": 4}), (16, {"block_configs": [{"attention": {"num_key_value_heads": 2}}]})],
+)
+def test_a_number_that_cannot_be_known_is_refused_with_the_layers_name(ranks: int, config: dict[str, Any]) -> None:
+    with pytest.raises(Malformed) as refused:
+        heads.shards("layers.7.attn", 1, ranks, model(16, **config))
+    assert refused.value.code == "unknown_heads"
+    assert "layers.7.attn" in str(refused.value)
+
+
+def test_heads_that_every_rank_keeps_whole_are_not_divided() -> None:
+    heads.NOTED["layers.3.attn"].add(6)
+    assert heads.shards("layers.3.attn.kv", 6, 4, GEMMA_4) == 1
+
+
+def test_more_heads_than_any_number_explains_are_refused() -> None:
+    with refused("unknown_heads", Malformed):
+        heads.shards("layers.7.attn", 3, 4, GEMMA_4)
+
+
+def test_modules_of_one_name_with_different_numbers_are_refused() -> None:
+    heads.NOTED["layers.0.self_attn"].add(2)
+    with refused("unknown_heads", Malformed):
+        heads.shards("layers.0.self_attn.attn", 1, 16, GEMMA_4)

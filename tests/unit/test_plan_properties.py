@@ -18,7 +18,7 @@ def answer(case: Case) -> tuple[object, ...]:
     return case.sources, case.source_tables, case.destination, case.destination_tables, case.tokens
 
 
-@tried(150)
+@tried(50)
 @given(cases())
 def test_every_wanted_element_is_written_once_from_the_right_place_and_nothing_else_is(case: Case) -> None:
     """In runs as long as can be, and the same ones whenever it is asked."""
@@ -44,7 +44,7 @@ def refused_as_not_held(case: Case) -> bool:
     return False
 
 
-@tried(150)
+@tried(50)
 @given(cases(), st.data())
 def test_tables_that_lack_blocks_are_refused_or_answered_rightly(case: Case, data: st.DataObject) -> None:
     tables = [*case.source_tables.values(), case.destination_tables]
@@ -61,7 +61,7 @@ def test_tables_that_lack_blocks_are_refused_or_answered_rightly(case: Case, dat
     verify(*answer(case), runs)
 
 
-@tried(150)
+@tried(50)
 @given(cases(), st.data())
 def test_a_range_moved_in_two_parts_writes_what_it_writes_in_one(case: Case, data: st.DataObject) -> None:
     first, last = case.tokens
@@ -85,7 +85,7 @@ def test_a_range_moved_in_two_parts_writes_what_it_writes_in_one(case: Case, dat
     assert head | tail == whole
 
 
-@tried(500)
+@tried(170)
 @given(whole_cases())
 def test_what_may_not_be_divided_is_moved_whole_or_refused_by_name(case: Case) -> None:
     sources, destination = case.sources, case.destination

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvferry.errors import KvferryError
 from kvferry.parts import locate
+from support import refused
 
 SLOTS, HEADS, DIM = 6, 3, 4
 AXES = ("slot", "head", "dim")
@@ -77,6 +77,5 @@ def hashed(elements: torch.Tensor, memory: torch.Tensor) -> None:
 @pytest.mark.parametrize("put", [nowhere, twice, half, hashed])
 def test_what_is_not_regular_is_refused(put: Write) -> None:
     memory, elements = torch.zeros(2 * SLOTS * HEADS * DIM), torch.zeros(SLOTS, HEADS, DIM)
-    with pytest.raises(KvferryError, match="the keys of layer 3 lie cannot be told") as refused:
+    with refused("unknown_layout", match="the keys of layer 3 lie cannot be told"):
         locate(lambda: put(elements, memory), elements, AXES, memory, "the keys of layer 3")
-    assert refused.value.code == "unknown_layout"

@@ -1,4 +1,4 @@
-"""The protos: what `buf` says of them, and the enums beside the words that they had first."""
+"""The protos: what `buf` says of them, the enums beside the words that they had first, and the committed stubs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import kvferry.v1
 from kvferry.schemas import LeaseState, TransferState
 from kvferry.v1 import engine_pb2, layout_pb2, peer_pb2
 from kvferry.wire import LEASE_STATES, PATHS, TRANSFER_STATES
@@ -60,3 +61,19 @@ def test_the_page_of_the_protocol_names_no_field_that_is_gone() -> None:
     codes = set(re.findall(r'<a id="(\w+)">', (ROOT / "docs" / "reference" / "errors.md").read_text()))
     assert {"lease", "attempt", "lease_ended", "allow_peers"} <= named
     assert named - there - codes - OPTIONS.keys() == set()
+
+
+# ---- the committed stubs ----
+
+
+GENERATE = Path(__file__).parent.parent / "generate_stubs.py"
+
+
+def test_the_committed_stubs_equal_a_fresh_generation(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, GENERATE, tmp_path], check=True, timeout=60)
+    fresh = {path.name: path.read_text() for path in (tmp_path / "kvferry/v1").iterdir() if path.is_file()}
+    folder = Path(kvferry.v1.__file__).parent
+    committed = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+    assert committed.keys() == fresh.keys()
+    for name, text in fresh.items():
+        assert committed[name] == text, f"{name} is out of date: make proto"

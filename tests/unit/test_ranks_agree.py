@@ -4,15 +4,12 @@ a time (stepwise.py)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from stepped import Daemon, manifest_of
-from stepwise import Step, Stream, World
+from stepwise import Stream, World
 
-from kvferry.errors import Conflict, PeerFailed
-from kvferry.protocol.attempts import Attempt
 from kvferry.schemas import OrderBody, SourceBody, TransferState
 from kvferryd.api import peer
 from kvferryd.transfers.order import Order
@@ -22,7 +19,7 @@ SOURCE, RANKS = "127.0.0.1:7001", ("127.0.0.1:7002", "127.0.0.1:7003", "127.0.0.
 MEMBERS = dict(enumerate(RANKS))
 ORDER, SOURCE_BODY = Order("prefill", SOURCE, deadline_s=30.0), SourceBody(engine_id="prefill", address=SOURCE)
 
-ORDER_1, ORDER_2 = (dataclasses.replace(ORDER, epoch="prefill-1", lease=lease) for lease in (1, 2))
+ORDER_1 = dataclasses.replace(ORDER, epoch="prefill-1", lease=1)
 """The source's engine is asked for one lease by its number and epoch."""
 
 
@@ -52,21 +49,8 @@ class Ranks:
         """The engine names the source itself."""
         return self.reserve(rank, order=ORDER)
 
-    def run_without(self, held: Callable[[], set[Step]]) -> None:
-        """All that is under way goes on, but for these steps."""
-        self.world.take_all(lambda: [step for step in self.world.pending() if step not in held()])
-
     def publish(self) -> None:
         self.source.publish("r", range(4))
-
-    def stop(self, transfer: Transfer) -> None:
-        self.world.loop.call(transfer.stop, TransferState.ABORTED, Conflict("aborted", "by the test"))
-
-    def calls(self, method: str, to: int) -> list[Step]:
-        return [
-            step for call in self.world.calls if (call._method, call._address) == (method, RANKS[to])
-            for step in call.steps()
-        ]  # fmt: skip
 
 
 @pytest.fixture
@@ -93,23 +77,6 @@ def test_an_order_that_takes_no_time_costs_rank_0_one_message_of_each_other_rank
     assert sorted(told) == list(range(1, len(RANKS)))
 
 
-def test_two_ranks_that_have_ended_do_not_tell_each_other_so_for_ever(ranks: Ranks) -> None:
-    """While neither has heard from the other's part that it has."""
-    first, second = ranks.own(0), ranks.own(1)
-    ranks.world.run(500)
-    for transfer in (first, second):
-        ranks.stop(transfer)
-    for _ in range(100):
-        if not (steps := [step for rank in (0, 1) for step in ranks.calls("Abort", rank)]):
-            break
-        ranks.world.take(steps[0])
-    else:
-        raise AssertionError("they abort each other for ever")
-    assert not first.over
-    ranks.world.run(500)
-    assert first.over and second.over
-
-
 def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Ranks) -> None:
     ranks.publish()
     transfer, _ = ranks.own(0), ranks.own(1)
@@ -122,31 +89,6 @@ def test_a_rank_that_has_said_done_stays_done_when_its_stream_breaks(ranks: Rank
     orders.break_down()
     ranks.world.run(500)
     assert transfer.ranks[1].state is TransferState.DONE and transfer.problem is None
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_an_engine_that_names_two_leases_is_done_at_no_leader(ranks: Ranks, *, named: bool) -> None:
-    """Each rank reads what it is told by name; rank 0 is told none, or another. Each hears that they differ."""
-    ranks.publish()
-    first = ranks.reserve(0, order=ORDER_1 if named else ORDER)
-    ranks.run_without(lambda: {step for rank in (1, 2) for step in ranks.calls("Order", rank)})
-    ranks.world.loop.call(ranks.source.engine.leases.revoke, "r", "preempted")
-    ranks.publish()
-    others = [ranks.reserve(rank, order=ORDER_2) for rank in (1, 2)]
-    ranks.world.run(5000)
-    assert [part.lease for part in (first, *others) if part.state is TransferState.DONE] == [1]
-    assert {part.problem.code for part in others if part.problem} == {"order_conflict"}
-    assert first.state_of_all is TransferState.FAILED
-    assert {share.error.code for share in first.ranks.values() if share.error} == {"order_conflict"}
-
-
-def test_a_rank_is_told_no_lease_by_its_engine_alone(ranks: Ranks) -> None:
-    """Rank 0, which has handed its order on, was told none: it may read another."""
-    ranks.own(0)
-    ranks.world.run(500)
-    with pytest.raises(Conflict) as refused:
-        ranks.reserve(1, order=ORDER_1)
-    assert (refused.value.code, refused.value.field) == ("order_conflict", "source.lease")
 
 
 def test_orders_of_one_source_are_completed_by_each_other_and_never_changed() -> None:
@@ -176,26 +118,3 @@ def test_a_lease_that_the_engine_names_is_meant_where_a_router_has_ordered_any(r
     ranks.world.run()
     assert transfer.problem is not None and transfer.problem.code == "lease_ended"
     assert len(list(ranks.daemons[0].ferry.jobs)) == 1
-
-
-def test_a_part_goes_on_without_rank_0_until_another_daemon_of_rank_0_has_joined(ranks: Ranks) -> None:
-    """Orders that the first one has handed on are lost with it; those of the second are not."""
-    at, jobs, engine = ranks.daemons[1].at, ranks.daemons[1].ferry.jobs, ranks.daemons[1].engine
-
-    def handed(number: int, leader: str) -> Transfer:
-        order = dataclasses.replace(ORDER, leader=leader)
-        return at(jobs.handed, engine, "r", Attempt(number), order, None)
-
-    def joined(members: dict[int, str], instances: dict[int, str]) -> None:
-        engine.set_members(members, instances)
-        at(jobs.on_roster, engine)
-
-    part = handed(1, "one")
-    joined(MEMBERS, {0: "one", 1: "own"})
-    joined({1: RANKS[1]}, {1: "own"})
-    assert not part.ended.is_set()
-    joined(MEMBERS, {0: "two", 1: "own"})
-    later = handed(2, "two")
-    joined(MEMBERS, {0: "two", 1: "own"})
-    assert isinstance(part.problem, PeerFailed) and (part.problem.code, part.problem.value) == ("rank_failed", "0")
-    assert not later.ended.is_set()

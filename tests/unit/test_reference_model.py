@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+from contextlib import AsyncExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from kvferry.errors import KvferryError
-from kvferry.handoff import Handoff, answer
+from kvferry.errors import Conflict, KvferryError, PeerFailed
+from kvferry.handoff import Handoff, Origin, answer
 from kvferry.manifest import Manifest
 from kvferry.reference.cache import VIEW_AXES, CacheGeometry, RankShard, describe
 from kvferry.reference.config import LAYOUTS, PRESETS, EngineConfig, ModelConfig, ModelSource, read_model_config
+from kvferry.reference.daemons import Daemons, LoadFailed
 from kvferry.reference.model import (
     Chunk,
     Decoder,
@@ -28,6 +32,11 @@ from kvferry.reference.model import (
 from kvferry.reference.scheduler import BlockPool, Request, RequestState, Scheduler, prefix_hashes, step_input
 from kvferry.reference.tokenizer import ByteTokenizer, TextStream
 from kvferry.reference.workers import Start, Step
+from kvferry.schemas import SourceBody
+from support import refused
+
+pytestmark = pytest.mark.anyio
+
 
 TINY = PRESETS["tiny"]
 SLIDING = replace(TINY, num_layers=3, window=11, sliding=(False, True, True))
@@ -189,9 +198,8 @@ def test_a_checkpoint_folder_reads_back_as_the_same_model(tmp_path, shards, tied
 def test_a_checkpoint_without_a_tensor_is_refused_by_its_name(tmp_path):
     write_checkpoint(ModelSource(TINY), tmp_path)
     config = replace(TINY, num_layers=3, sliding=())
-    with pytest.raises(KvferryError, match=r"model\.layers\.2\.input_layernorm\.weight") as error:
+    with refused("malformed_checkpoint", match=r"model\.layers\.2\.input_layernorm\.weight"):
         weights_of(ModelSource(config, tmp_path))
-    assert error.value.code == "malformed_checkpoint"
 
 
 def test_fingerprints_tell_models_apart_and_ignore_how_they_are_served(tmp_path):
@@ -208,9 +216,8 @@ def test_fingerprints_tell_models_apart_and_ignore_how_they_are_served(tmp_path)
     [("attention_bias", True), ("hidden_act", "gelu"), ("architectures", ["GPT2LMHeadModel"]), ("head_dim", 15)],
 )
 def test_a_model_that_is_not_this_one_is_refused_by_field(field, value):
-    with pytest.raises(KvferryError) as error:
+    with refused("unsupported_model", field=field):
         ModelConfig.from_hf(TINY.to_hf() | {field: value})
-    assert (error.value.code, error.value.field) == ("unsupported_model", field)
 
 
 def test_what_config_json_calls_by_a_name_of_ours_is_not_ours():
@@ -438,3 +445,35 @@ def test_a_prefill_request_without_a_source_reads_nothing():
 def test_a_router_may_order_the_transfer_instead():
     origin = Handoff.parse({"do_remote_prefill": True, "order": "router"}).origin("r", 5, bytes)
     assert (origin.request_id, origin.num_tokens, origin.source) == ("r", 5, None)
+
+
+# ---- the end of a load on several ranks, of which one fails and the others hear of it ----
+
+
+HEARD = {
+    "refused as its attempt is over": Conflict("aborted", "attempt 1 of request r has ended on another rank"),
+    "ended with it": PeerFailed("rank_failed", "rank 1 of the same engine failed"),
+}
+
+
+@pytest.mark.parametrize("heard", HEARD.values(), ids=HEARD.keys())
+async def test_a_load_fails_with_the_reason_of_the_rank_that_failed_by_itself(heard: KvferryError) -> None:
+    """Also where another rank hears of it first."""
+    told = asyncio.Event()
+
+    class First:
+        async def receive(self, *_: object, **__: object) -> None:
+            told.set()
+            raise heard
+
+    class Second:
+        async def receive(self, *_: object, **__: object) -> None:
+            await told.wait()
+            await asyncio.sleep(0)
+            raise Conflict("other_prompt", "it is that of another prompt")
+
+    engine, ranks = SimpleNamespace(load_timeout_s=60.0), [First(), Second()]
+    daemons = Daemons(engine, ranks, AsyncExitStack())  # type: ignore[arg-type]
+    origin = Origin("r", 1, SourceBody(engine_id="p", address="127.0.0.1:1"))
+    with refused("other_prompt", LoadFailed):
+        await daemons.receive(origin, {}, (0, 1))

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alone import first_of
 from test_arena import Memory
-from test_channels_of_ranks import first_of
 
 from kvferry.errors import KvferryError
 from kvferry.memory import cuda

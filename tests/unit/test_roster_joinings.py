@@ -7,11 +7,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
-from test_channels_of_ranks import first_of
+from alone import first_of, peer_served
 
-from kvferry.rpc import PEER_OPTIONS
+from kvferry.protocol.roster_events import Member
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
 from kvferryd.config import Config
 from kvferryd.engine import Engine
@@ -50,20 +49,16 @@ class Seeding(peer_pb2_grpc.PeerServicer):
 async def a_roster(
     let_in: int, on_change: Callable[[Engine], None] = lambda engine: None, connect_timeout_s: float = 600.0
 ) -> AsyncGenerator[tuple[Roster, Engine, Seeding]]:
-    server, seeding = grpc.aio.server(options=PEER_OPTIONS), Seeding(let_in)
-    peer_pb2_grpc.add_PeerServicer_to_server(seeding, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    config = Config(roster=address, advertise=OWN, connect_timeout_s=connect_timeout_s)
-    channels = Channels(config)
-    roster, engine = Roster(config, channels, Seed(), "instance", on_change), first_of("127.0.0.1:1")
-    try:
-        async with asyncio.timeout(60):
+    seeding = Seeding(let_in)
+    async with asyncio.timeout(60), peer_served(seeding) as address:
+        config = Config(roster=address, advertise=OWN, connect_timeout_s=connect_timeout_s)
+        channels = Channels(config)
+        roster, engine = Roster(config, channels, Seed(), "instance", on_change), first_of("127.0.0.1:1")
+        try:
             yield roster, engine, seeding
-    finally:
-        await roster.leave(engine)
-        await channels.close()
-        await server.stop(0)
+        finally:
+            await roster.leave(engine)
+            await channels.close()
 
 
 def joinings() -> list[str]:
@@ -80,14 +75,14 @@ async def test_no_joining_outlives_its_engine_that_leaves_during_a_renewal() -> 
         await seeding.until(joins=2)
         assert len(joinings()) == 2
         await roster.leave(engine)
-        assert joinings() == [] and not roster._rest
+        assert joinings() == []
 
 
 async def test_a_seed_that_takes_the_joining_and_says_nothing_is_asked_again_and_told_of() -> None:
     async with a_roster(let_in=0, connect_timeout_s=0.1) as (roster, engine, seeding):
         roster.follow(engine)
         await seeding.until(joins=2)
-        assert "has not answered" in engine.unseeded
+        assert "has not answered" in engine.roster.unseeded
         assert roster._channels.contact(roster._config.roster or "").failures
 
 
@@ -103,15 +98,15 @@ async def test_what_breaks_over_a_change_does_not_end_the_joining() -> None:
     async with a_roster(2, breaks_once) as (roster, engine, _):
         roster.follow(engine)
         await again.wait()
-        assert len(changes) == 2 and engine.members
+        assert len(changes) == 2 and engine.roster.members
 
 
 @pytest.mark.parametrize("roster", [OWN, None])
 async def test_any_daemon_may_keep_the_roster_of_all_ranks(roster: str | None) -> None:
     """The first one of `kvferry host` does, whatever the rank of its engine."""
-    config, engine = Config(roster=roster, advertise=OWN), first_of("127.0.0.1:1", "127.0.0.1:2")
-    keeping, engine.rank = Roster(config, Channels(config), Seed(), "instance", lambda engine: None), 1
-    engine.set_members({1: OWN}, {})
+    config, engine = Config(roster=roster, advertise=OWN), first_of("127.0.0.1:1", "127.0.0.1:2", rank=1)
+    keeping = Roster(config, Channels(config), Seed(), "instance", lambda engine: None)
+    engine.roster.know({1: Member(OWN)})
     assert "rank 1 finds no other: set it to one address for all ranks" in keeping.fault(engine)
-    engine.set_members({1: OWN, 2: "127.0.0.1:2"}, {})
+    engine.roster.know({1: Member(OWN), 2: Member("127.0.0.1:2")})
     assert not keeping.fault(engine), "rank 0 has not come yet, and joins here as rank 2 did"

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from kvferry import router as router_module
 from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Manifest
 from kvferry.router import DaemonError, RouterClient
-from kvferry.schemas import OrderBody, PeerRequest, SourceBody, TransferState
+from kvferry.schemas import OrderBody, Ordered, PeerRequest, SourceBody, Totals, TransferState
 from kvferryd.demo.fleet import DaemonService, Fleet
+from support import refused
 
 ORDER = OrderBody(request_id="r/1 ä", source=SourceBody(engine_id="prefill", address="127.0.0.1:9"))
 RECORD = {"transfer_id": "t", "request_id": "r", "engine_id": "e", "state": "reading"}
@@ -93,9 +95,8 @@ def test_an_idle_daemon_has_nothing_to_list(daemon: DaemonService) -> None:
 def test_what_a_daemon_refuses_arrives_with_its_code_and_remedy(
     question: Callable[[RouterClient], Awaitable[Any]], code: str, status: int, daemon: DaemonService
 ) -> None:
-    with pytest.raises(DaemonError) as raised:
+    with refused(code, DaemonError, status=status):
         ask(daemon, question)
-    assert (raised.value.code, raised.value.status) == (code, status)
 
 
 def test_aborting_what_is_not_there_is_no_error(daemon: DaemonService) -> None:
@@ -226,6 +227,20 @@ def test_a_daemon_that_hangs_is_given_up_after_the_timeout_and_named() -> None:
     assert f"the daemon at {error.value} did not answer" in error.message
 
 
+def test_a_client_opens_no_more_connections_than_a_daemon_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "CONNECTIONS", 1)
+
+    async def twice() -> tuple[list[BaseException | Ordered], int]:
+        async with answering(hold=True) as (url, requests), RouterClient(url, timeout_s=0.4) as client:
+            both = await asyncio.gather(client.order(ORDER), client.order(ORDER), return_exceptions=True)
+            return both, len(requests)
+
+    (first, second), asked = asyncio.run(twice())
+    assert isinstance(first, DaemonError) and first.code == "daemon_timeout"
+    assert isinstance(second, DaemonError) and second.code == "client_full"
+    assert asked == 1 and "all 1 connections" in second.message and second.remedy
+
+
 def test_a_call_lost_on_a_closing_connection_is_sent_once_more() -> None:
     async def lost(*answers: bytes) -> tuple[str, int]:
         async with answering(*answers) as (url, requests), RouterClient(url, timeout_s=5) as client:
@@ -284,14 +299,27 @@ def test_a_drain_is_waited_for_in_calls_that_a_daemon_takes() -> None:
     assert asyncio.run(drained({"draining": False})) == (False, [3600]), "cancelled: it must not begin again"
 
 
-def test_a_shared_pool_is_left_to_its_owner() -> None:
-    async def shared() -> None:
-        async with answering(http(200, {"status": "ok"})) as (url, _), RouterClient(url) as owner:
-            async with RouterClient(url, http=owner._http):
-                pass
-            assert await owner.healthy() is True
+def test_totals_of_an_earlier_daemon_are_read() -> None:
+    """They lack what has come since: daemons are upgraded one after another."""
+    nbytes = (f"{what}_bytes" for what in ("quarantined", "unfreed", "staging", "staging_used", "read", "served"))
+    said = dict.fromkeys(("live_readers", "queue", *nbytes), 0) | {"transfers": {}, "waiting": {}, "leases": {}}
 
-    asyncio.run(shared())
+    async def totals() -> Totals:
+        async with answering(http(200, said)) as (url, _), RouterClient(url) as client:
+            return await client.totals()
+
+    assert asyncio.run(totals()).readiness is None
+
+
+def test_calls_of_a_client_that_is_closed_say_so(daemon: DaemonService) -> None:
+    async def late() -> None:
+        async with RouterClient(daemon.url) as client:
+            assert await client.healthy() is True
+        assert await client.healthy() is False
+        with refused("client_closed", DaemonError):
+            await client.order(ORDER)
+
+    asyncio.run(late())
 
 
 def test_a_body_that_is_wrong_is_an_error_of_ours_with_field_value_and_remedy() -> None:
@@ -301,6 +329,5 @@ def test_a_body_that_is_wrong_is_an_error_of_ours_with_field_value_and_remedy() 
         "SourceBody.address is not host:port (SourceBody.address = prefill)"
         " -> write host:port, with brackets round an IPv6 address"
     )
-    with pytest.raises(KvferryError) as wrong:
+    with refused("malformed_request", field="OrderBody.request_id") as wrong:
         OrderBody(request_id="", source=SourceBody(engine_id="prefill", address="h:1"))
-    assert (wrong.value.code, wrong.value.field) == ("malformed_request", "OrderBody.request_id")

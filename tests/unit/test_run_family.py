@@ -9,15 +9,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
 import pytest
 
-from kvferry.errors import KvferryError
 from kvferryd.run import family
 from kvferryd.run.family import DIES_S, UPGRADES
+from kvferryd.run.shared import MEMORY, Watch, remove
+from support import refused
 
 PLANS = """\
 import os, shutil, signal, sys
@@ -102,6 +104,45 @@ def test_a_process_that_the_kernel_does_not_end_is_given_up() -> None:
     assert done.stdout == "[1]\n", done.stderr
 
 
+REUSED = """\
+import subprocess
+from kvferryd.run import family
+
+def begun():
+    return subprocess.Popen(["sleep", "600"])
+
+ours, looks = begun(), 0
+stranger = None
+
+def left():
+    global looks, stranger
+    looks += 1
+    if looks == 2:  # the last look before it is killed; it ends right after that
+        ours.kill()
+        ours.wait()
+        while stranger is None or stranger.pid != ours.pid:
+            with open("/proc/sys/kernel/ns_last_pid", "w") as last:
+                last.write(str(ours.pid - 1))
+            stranger = begun()
+    return {ours.pid} if looks <= 2 else set()
+
+family.end(left, 0.0)
+print("the stranger has ended:", stranger.poll(), flush=True)
+"""
+
+
+def test_a_number_that_is_another_process_by_now_is_not_killed() -> None:
+    """In a PID namespace, where the test says which number comes next."""
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    last = ["sh", "-c", "echo 300 > /proc/sys/kernel/ns_last_pid"]
+    if subprocess.run([*apart, *last], check=False, capture_output=True).returncode:
+        pytest.skip("this machine lets nobody make namespaces, or choose numbers in them")
+    done = subprocess.run(
+        [*apart, sys.executable, "-c", REUSED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "the stranger has ended: None\n", done.stderr
+
+
 def test_what_is_deaf_is_killed() -> None:
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
@@ -183,9 +224,8 @@ def test_a_folder_that_cannot_have_sockets_is_refused_by_name(
     (long := tmp_path / ("x" * 80)).mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
     monkeypatch.setattr(tempfile, "tempdir", None if where == "long" else str(tmp_path / "nowhere"))
-    with pytest.raises(KvferryError) as refused:
+    with refused("no_folder", field="TMPDIR"):
         family.guarded("kvferry-test-", lambda folder: 0, lambda folder: None)
-    assert (refused.value.code, refused.value.field) == ("no_folder", "TMPDIR")
     assert not [*long.iterdir()]
 
 
@@ -219,3 +259,100 @@ def test_a_second_signal_cuts_short_the_first_wait_alone(patience_s: float) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "it ended: -9" in done.stdout, done.stdout + done.stderr
     assert "left behind" not in done.stdout
+
+
+NO_INTERPRETER = """\
+import asyncio, os, sys, tempfile
+from pathlib import Path
+from kvferryd.host.plan import plan
+from kvferryd.run import children
+
+def opened():
+    return len(os.listdir("/proc/self/fd"))
+
+async def main():
+    with tempfile.TemporaryDirectory() as folder:
+        (daemon,) = plan({}, {}, folder=folder, gpus=(), cpus=1)
+        async with children.Children("host", ["daemon-0"], Path(folder), os.environ, as_json=False) as living:
+            before, sys.executable = opened(), f"{folder}/python"
+            try:
+                living.keep(daemon)
+            except FileNotFoundError:
+                print("files left open:", opened() - before, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_keeper_that_cannot_be_started_leaves_nothing_open() -> None:
+    """The interpreter is being replaced: `kvferry host` tries again and again."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_INTERPRETER], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "files left open: 0\n" in done.stdout, done.stdout + done.stderr
+
+
+# ---- shared memory with a name: what one of our processes made is taken away, and nothing else ----
+
+
+MAKES = """\
+import mmap, os, sys
+path = "/dev/shm/" + sys.argv[1]
+file = os.open(path, os.O_CREAT | os.O_RDWR)
+os.ftruncate(file, 4096)
+mapped = mmap.mmap(file, 4096)
+os.close(file)
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def making(name: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has made this file, and has it open until the end."""
+    command = [sys.executable, "-c", MAKES, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "made\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def name(tmp_path: Path) -> Iterator[str]:
+    name = f"kvferry-test-{tmp_path.name}"
+    yield name
+    (MEMORY / name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_ours_made_is_taken_away(tmp_path: Path, name: str, ours: bool) -> None:
+    made = set[int]()
+    with closing(Watch(tmp_path, lambda: made)) as watch:
+        with making(name) as process:
+            if ours:
+                made.add(process.pid)
+            assert select.select([watch.fd], [], [], 10)[0]
+            watch.made()
+        remove(tmp_path)
+    assert (MEMORY / name).exists() is not ours
+
+
+def test_another_file_of_the_same_name_stays(tmp_path: Path) -> None:
+    memory = SharedMemory(create=True, size=16)
+    try:
+        (tmp_path / memory.name).write_text("1")
+        remove(tmp_path)
+        assert (MEMORY / memory.name).exists()
+    finally:
+        memory.close()
+        memory.unlink()
+    remove(tmp_path / "not there")
+
+
+def test_what_another_process_has_open_stays(tmp_path: Path, name: str) -> None:
+    with making(name):
+        (tmp_path / name).write_text(str((MEMORY / name).stat().st_ino))
+        remove(tmp_path)
+        assert (MEMORY / name).exists()
+    remove(tmp_path)
+    assert not (MEMORY / name).exists()

@@ -230,6 +230,13 @@ def test_a_plan_can_be_read() -> None:
     assert engine.startswith("engine: vllm serve m")
 
 
+def test_the_engine_of_a_plan_can_be_pasted_into_a_shell() -> None:
+    plan = planned("vllm serve 'my model' --hf-overrides '{\"a\": \"b c\"}'")
+    *variables, engine = [line.removeprefix("engine: ") for line in described(plan) if line.startswith("engine: ")]
+    assert shlex.split(engine) == list(plan.engine)
+    assert [*map(shlex.split, variables)] == [[f"{name}={value}"] for name, value in plan.environment.items()]
+
+
 def test_what_stands_before_the_engines_name_is_not_read() -> None:
     engine = known(["nice", "-tp", "5", "env", "VLLM_PLUGINS=lora", "vllm", "serve", "m"], {}, str)
     assert engine.ranks == 1 and engine.environment["VLLM_PLUGINS"] == "lora"

@@ -23,7 +23,7 @@ from kvferryd.engine.session import Session
 from kvferryd.ferry import Ferry
 from kvferryd.observe.metrics import Metrics
 from kvferryd.paths.source import SourceReader
-from kvferryd.peers.peers import Peers
+from kvferryd.peers.peers import Meeting
 from kvferryd.transfers.transfer import Transfer
 from kvferryd.transfers.work import Work
 
@@ -98,7 +98,7 @@ PLANTED = [
         "needless lease_ended: direct",
     ),
     ("a lease never ends", Leases, "_settle", no_effects, "a lease does not end once nobody reads it"),
-    ("a peer is used for ever", Peers, "leave", nothing, "more than may be kept: users of peers"),
+    ("a peer is used for ever", Meeting, "leave", nothing, "more than may be kept: users of peers"),
     ("a claim is never released", Claims, "release", nothing, "a claim is not held until quiet, or longer"),
     (
         "a transfer that is over keeps its tables",
@@ -123,6 +123,6 @@ def test_what_is_broken_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, where: type, name: str, broken: object, kind: str
 ) -> None:
     monkeypatch.setattr(where, name, broken)
-    seed = next(seed for seed in range(100) if found_by(seed)[1] == kind)
+    seed = next(seed for seed in range(50, 150) if found_by(seed)[1] == kind)  # 58 for the rarest
     monkeypatch.undo()
     assert found_by(seed)[1] != kind

@@ -135,10 +135,41 @@ def test_of_a_long_answer_only_the_beginning_is_read(sources: Sources, caplog: p
 def test_an_answer_that_never_ends_has_a_deadline_too(sources: Sources) -> None:
     with asked(sources) as peer:
         peer.sendall(b"HTTP/1.1 200 OK\r\nx: ")
-        for _ in range(20):
+        while sources._asking:  # a sender whose connection has ended has its OSError
             time.sleep(ASK_S / 10)
             peer.sendall(b"x")
-    assert not sources._asking
+    until(lambda: not sources._asking, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("host", "asked"), [("::", "[::1]"), ("::", "127.0.0.1"), ("::1", "[::1]"), ("localhost", "localhost")]
+)
+def test_a_prefill_engine_answers_on_the_host_that_it_was_given_of_either_family(
+    sources: Sources, host: str, asked: str
+) -> None:
+    with socket.socket(socket.AF_INET6) as free:
+        free.bind(("::", 0))
+        port = free.getsockname()[1]
+    answer(host, port, 0, 1, PREFILL)
+    until(lambda: sources.ensure(f"{asked}:{port}"), 30.0)
+
+
+def test_a_prefill_engine_answers_by_ipv4_on_a_host_of_both_families(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As most hosts name `localhost`, the family of IPv6 first; routers say 127.0.0.1 of it."""
+    look_up = socket.getaddrinfo
+
+    def both(host: str, *about: Any, **more: Any) -> list[Any]:
+        names = ("::1", "127.0.0.1") if host == "localhost" else (host,)
+        return [each for name in names for each in look_up(name, *about, **more)]
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    answer("localhost", port, 0, 1, PREFILL)
+    until(lambda: sources.ensure(f"127.0.0.1:{port}"), 30.0)
 
 
 def test_the_first_dp_rank_answers_for_all_once_all_have_started(sources: Sources) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from support import refused
+
 torch = pytest.importorskip("torch")
 
 from kvferry.errors import KvferryError  # noqa: E402
@@ -15,15 +17,15 @@ from kvferry.fingerprint import model_fingerprint  # noqa: E402
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo  # noqa: E402
 from kvferry.memory import memfd_region  # noqa: E402
 from kvferry.memory.placing import buffers_of, placed, region_nbytes  # noqa: E402
+from kvferry.sglang import patches  # noqa: E402
 from kvferry.sglang.cache import GROUP, describe, scales  # noqa: E402
 from kvferry.sglang.options import Options  # noqa: E402
 from kvferryd.plan import PlanRefused, plan  # noqa: E402
 
 
 def test_an_unknown_variable_is_refused_by_name() -> None:
-    with pytest.raises(KvferryError, match="KVFERRY_SGLANG_SOCKETS") as refused:
+    with refused("bad_option", match="KVFERRY_SGLANG_SOCKETS"):
         Options.read({"KVFERRY_SGLANG_SOCKETS": "/run/x.sock", "PATH": "/bin"})
-    assert refused.value.code == "bad_option"
 
 
 def test_ranks_that_would_share_a_daemon_are_refused() -> None:
@@ -121,9 +123,8 @@ def test_latent_rows_that_pack_scales_are_opaque(packed: bool, means: str) -> No
 def test_a_layer_whose_heads_are_not_those_of_the_model_is_refused_by_number() -> None:
     pool = SimpleNamespace(**POOL, kv_cache_layout="nhd", dtype=torch.float32)
     create(pool)
-    with pytest.raises(KvferryError, match=r"layer 0 has 4 KV heads, and each of 1 ranks keeps \[2\]") as refused:
+    with refused("unknown_heads", match=r"layer 0 has 4 KV heads, and each of 1 ranks keeps \[2\]"):
         described(pool, heads=4)
-    assert refused.value.code == "unknown_heads"
 
 
 def test_fp8_by_other_scales_is_of_another_model(tmp_path: Path) -> None:
@@ -155,3 +156,17 @@ def test_fp8_of_one_kind_is_not_handed_over_as_another() -> None:
     assert {(each.code, each.source, each.destination) for each in refused.value.refusals} == {
         ("encoding", "fp8_e4m3fn", "fp8_e5m2")
     }
+
+
+@pytest.mark.parametrize(("storage", "since"), [("", 8), ("enable_hicache_storage", 1), ("enable_lmcache", 1)])
+def test_a_flush_leaves_what_a_storage_has(monkeypatch: pytest.MonkeyPatch, storage: str, since: int) -> None:
+    """It was computed by weights that may have been replaced."""
+    rank = SimpleNamespace(weights=SimpleNamespace(step=7), cached_since=1)
+    monkeypatch.setattr(patches, "_rank", lambda: rank)
+    scheduler = SimpleNamespace(enable_hicache_storage=False, enable_lmcache=False)
+    if storage:
+        setattr(scheduler, storage, True)
+    patches._note_flush(False, scheduler)
+    assert rank.cached_since == 1
+    patches._note_flush(True, scheduler)
+    assert rank.cached_since == since

@@ -8,7 +8,7 @@ import gc
 import os
 import re
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import pytest
 from stepped import BLOCKS, SLOTS, Daemon, manifest_of, stepping
 from stepwise import Copies, World
 
-from kvferry.errors import KvferryError
+from kvferry.errors import Internal
 from kvferry.file import File
+from kvferry.memory import CudaRegion, cuda
 from kvferry.schemas import Awaited, TransferState
 from kvferry.tables import BlockTable
 from kvferry.v1 import engine_pb2, peer_pb2
@@ -155,9 +156,9 @@ def test_slots_that_are_mapped_are_scattered_from_where_they_are(pair: Pair) -> 
     assert copied and pair.is_there(blocks) and not arena.used_nbytes and not scatters.used_nbytes
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", ["", "the source", "the reader"])
 def test_slots_are_handed_over_as_a_cache_is_to_readers_of_the_node_alone(
-    pair: Pair, tmp_path: Path, *, strict: bool
+    pair: Pair, tmp_path: Path, strict: str
 ) -> None:
     """Memory of cuMemCreate, as far as messages tell: a file, and a probe."""
     source, node = pair.source, NodeDir(tmp_path)
@@ -166,23 +167,71 @@ def test_slots_are_handed_over_as_a_cache_is_to_readers_of_the_node_alone(
     with ExitStack() as undo:
         arena.region, cache = (of_files(span, undo) for span in (arena.span, source.engine.session.regions[0].span))
         source.engine.session.regions[0] = cache
-        source.ferry.node, source.ferry.config = node, source.ferry.config.model_copy(update={"strict": strict})
+        config = source.ferry.config.model_copy(update={"strict": strict == "the source"})
+        source.ferry.node, source.ferry.config = node, config
         source.process.service = PeerService(
             source.ferry, Callers(source.ferry.config.allow_peers, None), NodeSocket(node, "GPU-0")
         )
         for its, offered in ((node.id, True), ("1" * 32, False), ("", False)):
             with pair.world.within(pair.reader.process):
-                asked = peer_pb2.MapRequest(engine_id="prefill", epoch=source.engine.epoch, node=its)
+                asked = peer_pb2.MapRequest(
+                    engine_id="prefill", epoch=source.engine.epoch, node=its, strict=strict == "the reader"
+                )
                 call: Any = pair.reader.ferry.peers_known.channels.open(SOURCE).stub.Map(asked)
                 reading = pair.world.loop.create_task(call.__anext__())
             pair.world.run()
             reply = reading.result()
-            assert bool(reply.refusal) is strict and len(reply.regions) == (not strict)
+            assert (f"{strict} is strict" in reply.refusal) is bool(strict) and len(reply.regions) == (not strict)
             for each in (reply.slots, *reply.regions):
                 assert bool(each.shared.ticket) is offered and ("node_dir" in each.refusal) is not offered
             assert bool(re.fullmatch(SOCKET, reply.socket)) is offered
             call.cancel()
             pair.world.run()
+
+
+class Gpu:
+    """The reader's, played: what it maps are addresses, and its probe of the source's memory holds or not."""
+
+    def __init__(self, *, probe: bool) -> None:
+        self.probe, self.mapped = probe, list[CudaRegion]()
+
+    async def open(self, allocation: cuda.Exported, nbytes: int, probe: Probe) -> CudaRegion:
+        if not self.probe:
+            raise Internal("probe_failed", "the mapped memory is not what the source has there")
+        self.mapped.append(CudaRegion(0, "cuda", nbytes, allocation.offset, "cuda:0", Any))
+        return self.mapped[-1]
+
+    async def unmap(self, regions: Sequence[CudaRegion]) -> None:
+        for each in regions:
+            self.mapped.remove(each)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_peers_ways_tell_of_slots_whose_probe_does_not_hold(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, *, held: bool
+) -> None:
+    source, reader = pair.source, pair.reader
+    assert source.engine.arena is not None
+    given = engine_pb2.CudaAllocation(handle=b"slots", allocation_nbytes=source.engine.arena.span.nbytes)
+    told = engine_pb2.Memory(nbytes=given.allocation_nbytes, cuda=given)
+    source.engine.arena.region = Region(
+        source.engine.arena.span, True, told, ExitStack(), probe=lambda: Probe(0, b"there")
+    )
+    gpu = Gpu(probe=held)
+    pair.receive(range(1), "staged")
+    pair.world.run()
+    (peer,) = reader.ferry.peers_known
+    monkeypatch.setattr(reader.engine, "runner", gpu)
+    monkeypatch.setattr(reader.engine, "strict", True)
+    mapped = peer.ranks[0].mapped
+    with pair.world.within(reader.process):
+        mapping = pair.world.loop.create_task(mapped.map(reader.engine, 5.0, None))
+        pair.world.loop.settle()
+    pair.world.run()
+    mapping.result()
+    assert (bool(mapped.slots), len(gpu.mapped)) == (held, held)
+    (record,) = reader.ferry.peers().peers
+    assert ("probe_failed" in record.ways.get("mapped slots", "")) is not held
 
 
 def of_files(span: Span, undo: ExitStack) -> Region:
@@ -270,16 +319,6 @@ def test_the_blocks_of_a_transfer_that_is_over_are_not_kept(pair: Pair, end: Tra
     gc.collect()
     assert table() is None, gc.get_referrers(table())
     assert record_of(transfer) == told
-
-
-def test_an_order_that_comes_again_after_the_end_is_known_by_its_id_and_its_blocks(pair: Pair) -> None:
-    pair.source.publish("r", range(2))
-    transfer, _ = pair.order([4, 5], "o")
-    assert transfer.state is TransferState.DONE
-    assert pair.order([4, 5], "o")[0] is transfer
-    with pytest.raises(KvferryError, match="order o was given already, otherwise") as refused:
-        pair.order([5, 4], "o")
-    assert refused.value.code == "order_conflict"
 
 
 # ---- the source drains ----

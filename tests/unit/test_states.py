@@ -22,6 +22,7 @@ from kvferry.v1 import peer_pb2
 from kvferryd.config import Config
 from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
+from kvferryd.engine.membership import Membership
 from kvferryd.engine.session import Session
 from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
@@ -64,15 +65,15 @@ def test_a_wait_that_spans_two_states_is_booked_once(monkeypatch: pytest.MonkeyP
         clock[0] += seconds
 
     after(1.0)
-    course.leave(T.WAITING)
-    course.await_publish(awaited=True)
+    course.leave(T.WAITING, clock[0])
+    course.await_publish(clock[0], awaited=True)
     after(2.0)
-    course.leave(T.CONNECTING)
+    course.leave(T.CONNECTING, clock[0])
     assert course.unpublished_since == clock[0], "nothing came since then"
     after(0.5)
-    course.await_publish(awaited=False)
+    course.await_publish(clock[0], awaited=False)
     after(0.25)
-    course.leave(T.READING)
+    course.leave(T.READING, clock[0])
     course.end()
     assert course.ms == {"waiting": 1e3, "connecting": 0, "waiting_publish": 2.5e3, "reading": 250, "total": 3.75e3}
 
@@ -87,11 +88,8 @@ def a_manifest() -> Manifest:
 
 
 def an_engine() -> Engine:
-    rank = Rank("decode", "1", 0, 1)
-    return Engine(
-        *rank, Session(rank), a_manifest(), Agent("never started"), b"", Leases("decode", "1", print, 1),
-        strict=False, arena=None, runner=None, unmapped="", notes=(), members={}, make_arena=None, sums=Sums(),
-    )  # fmt: skip
+    session, leases = Session(Rank("decode", "1", 0, 1)), Leases("decode", "1", print, 1)
+    return Engine(session, Membership(session.rank, {}), a_manifest(), Agent("never started"), b"", leases, Sums())
 
 
 @pytest.mark.anyio

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import tracemalloc
+from collections.abc import Callable
 from random import Random
 
 import numpy as np
 import pytest
+from alone import first_of
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SENTINEL, blank
 from strategies import Case, cases, tried
-from test_channels_of_ranks import first_of
-from test_copy_host import Memory, sources_of
-from test_share import packed_by
+from test_copy_host import Memory, packed_by, sources_of
 
 from kvferry.errors import KvferryError
 from kvferry.protocol.session_events import Step
@@ -26,7 +26,7 @@ from kvferryd.copy.sums import MOST_NBYTES, SLICE_NBYTES, HostSums, Sums
 from kvferryd.plan import bind, plan
 
 
-@tried(100)
+@tried(30)
 @given(cases(), st.integers(ALIGN, 3 * ALIGN), st.data())
 def test_both_sides_sum_alike_until_a_byte_changes(case: Case, chunk_nbytes: int, data: st.DataObject) -> None:
     bound = bind(plan(case.sources, case.destination), case.source_tables, case.destination_tables, case.tokens)
@@ -77,7 +77,7 @@ def runs_of(memory: np.ndarray, nbytes: int, order: list[int]) -> list[Chunk]:
     return cut([Move(0, 0, 0, Batch(nbytes, len(order), side, side))], len(memory) // 2 // ALIGN * ALIGN)
 
 
-@tried(100)
+@tried(30)
 @given(st.integers(1, 40), st.integers(40, 60), st.randoms(use_true_random=False))
 def test_the_sum_is_that_of_its_definition(nbytes: int, runs: int, random: Random) -> None:
     memory = np.frombuffer(random.randbytes(nbytes * runs + 2 * ALIGN), np.uint8)
@@ -133,6 +133,35 @@ async def test_a_sum_that_hangs_keeps_no_session_from_retiring(monkeypatch: pyte
     assert await hanging == []
     with pytest.raises(KvferryError, match="the engine is gone"):
         await behind
+
+
+@pytest.mark.anyio
+async def test_a_sum_that_nobody_waits_for_any_more_is_not_made() -> None:
+    """Else readers whose deadline has passed would keep those behind them waiting, until their deadline has, too."""
+    own, begun, let_go, made = Sums(), threading.Event(), threading.Event(), list[str]()
+
+    def hold() -> list[Chunk]:
+        begun.set()
+        assert let_go.wait(60)
+        return []
+
+    def make(name: str) -> Callable[[], list[Chunk]]:
+        def make() -> list[Chunk]:
+            made.append(name)
+            return []
+
+        return make
+
+    before, given_up, behind = (
+        asyncio.create_task(own.of(chunks, lambda *_: [])) for chunks in (hold, make("given up"), make("behind"))
+    )
+    await asyncio.to_thread(begun.wait, 60)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    let_go.set()
+    assert [await before, await behind] == [[], []]
+    assert made == ["behind"]
+    await own.close()
 
 
 def test_sums_that_are_closed_hold_no_memory() -> None:

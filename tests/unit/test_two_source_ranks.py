@@ -12,14 +12,12 @@ import pytest
 from stepped import BLOCKS, PIECE, SLOTS, Daemon, manifest_of
 from stepwise import Step, World
 
-from kvferry.errors import Conflict, Full
+from kvferry.errors import Conflict
 from kvferry.protocol.claims import Claims
-from kvferry.protocol.reading import OPEN_AFTER_S
 from kvferry.schemas import TransferState
 from kvferryd.peers.peer import PeerEngine
-from kvferryd.peers.peers import Peers
+from kvferryd.peers.peers import Meeting
 from kvferryd.peers.reader_stream import ReaderStream
-from kvferryd.staging.arena import Slot, Use
 from kvferryd.staging.share import PAIRINGS
 from kvferryd.transfers.order import Order
 from kvferryd.transfers.transfer import Transfer
@@ -42,7 +40,7 @@ class Two:
         self.attempt = 0
         peers = self.reader.ferry.peers_known
         with world.within(self.reader.process):
-            meeting = world.loop.create_task(peers.get(self.reader.engine, "prefill", SOURCES[0]))
+            meeting = world.loop.create_task(peers.of(self.reader.engine).get("prefill", SOURCES[0]))
         world.loop.settle()
         world.run()
         self.peer = meeting.result()
@@ -100,30 +98,6 @@ def packed_all_of_rank_0(two: Two) -> None:
     assert two.sources[0].engine.leases.get("r") is not None
 
 
-def test_a_rank_that_is_asked_again_does_not_ask_one_that_has_packed_all(
-    two: Two, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 has no slot at first; rank 0 has packed all."""
-    blocks, world, arena = range(1), two.world, two.sources[1].engine.arena
-    two.publish("r", blocks)
-    world.run()
-    transfer = two.receive("r", blocks, "staged")
-    assert arena is not None
-    lend, refused = arena.ask, []
-
-    def ask(use: Use) -> asyncio.Future[Slot]:
-        if refused:
-            return lend(use)
-        refused.append(use)
-        raise Full("full", "there is no slot")
-
-    monkeypatch.setattr(arena, "ask", ask)
-    packed_all_of_rank_0(two)
-    world.run()
-    assert refused and transfer.problem is None and two.is_there(blocks)
-    assert transfer.nbytes == two.reader.memory.nbytes * len(blocks) // BLOCKS
-
-
 def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_from(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,18 +106,18 @@ def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_fr
     blocks, world, peers = range(4), two.world, two.reader.ferry.peers_known
     two.publish("r", blocks)
     world.run()
-    world.loop.call(peers.forget, two.peer)
+    (meeting,) = peers._of.values()
+    world.loop.call(meeting.forget, two.peer)
     world.run()
     transfer = two.receive("r", blocks, "staged")
     met: list[PeerEngine] = []
 
-    (meeting,) = peers._of.values()
     keep = meeting._keep
 
     def forget_soon(number: int) -> None:
         keep(number)
         met.append(meeting._met[number])
-        asyncio.get_running_loop().call_soon(peers.forget, met[0])
+        asyncio.get_running_loop().call_soon(meeting.forget, met[0])
 
     monkeypatch.setattr(meeting, "_keep", forget_soon)
     two.world.take_all(two.of_calls, until=lambda: bool(met))
@@ -152,24 +126,6 @@ def test_a_peer_that_is_forgotten_in_the_turn_in_which_it_was_met_is_not_read_fr
     world.run()
     assert transfer.problem is None and two.is_there(blocks)
     assert not met[0].loaded
-
-
-def test_bytes_that_are_read_twice_are_served_twice_and_not_three_times(two: Two) -> None:
-    """The lease that was announced has ended while it was read; the next one is read from its beginning."""
-    blocks, world, leases = range(4), two.world, two.sources[0].engine.leases
-    two.publish("r", blocks)
-    world.run()
-    transfer = two.receive("r", blocks, "direct")
-    two.world.take_all(
-        lambda: [flight.step for flight in world.flights()], lambda: transfer.state is TransferState.VERIFYING
-    )
-    world.loop.pass_time(2 * OPEN_AFTER_S)
-    two.world.take_all(two.of_calls)
-    two.publish("r", blocks, anew=True)
-    world.run()
-    assert transfer.state is TransferState.DONE and two.is_there(blocks)
-    (inbound,) = leases.inbound()
-    assert inbound.bytes == 2 * transfer.nbytes / len(two.sources)
 
 
 @pytest.mark.parametrize("failing", ["close_reading", "leave", "release", "tell", "on_end", "on_quiet"])
@@ -182,7 +138,7 @@ def test_an_end_whose_step_fails_does_all_others(
     world.run()
     left = two.reader.ferry.jobs.left
     owner = {
-        "close_reading": ReaderStream, "leave": Peers, "release": Claims, "tell": type(two.reader.engine.session),
+        "close_reading": ReaderStream, "leave": Meeting, "release": Claims, "tell": type(two.reader.engine.session),
         "on_end": transfer.work._around, "on_quiet": transfer.work._around,
     }[failing]  # fmt: skip
     whole, calls = getattr(owner, failing), []

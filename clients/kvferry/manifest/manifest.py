@@ -24,6 +24,7 @@ from kvferry.manifest.model import (
     Region,
     Small,
     SmallCount,
+    malformed,
 )
 from kvferry.manifest.overlap import overlap
 
@@ -91,11 +92,7 @@ def _read(parse: Callable[[], Manifest]) -> Manifest:
     try:
         return parse()
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or "manifest"
-    message = f"the manifest is malformed at {field}: {first['msg']}"
-    remedy = "docs/protocol.md lists every field of the manifest with an example"
-    raise ManifestError("malformed_manifest", message, field=field, value=first.get("input", ""), remedy=remedy)
+        raise malformed(error) from None
 
 
 def _check_unique(where: str, key: str, values: Iterable[object]) -> None:

@@ -6,8 +6,9 @@ import functools
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
+from kvferry.checked import Checked
 from kvferry.errors import Malformed
 from kvferry.manifest.encoding import is_opaque, meaning
 
@@ -35,6 +36,15 @@ class ManifestError(Malformed):
         self.component = component
 
 
+def malformed(error: ValidationError, *within: str) -> ManifestError:
+    """The first fault that pydantic found in a manifest, or in a part of it: within."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join([*within, *(str(part) for part in first["loc"])]) or "manifest"
+    message = f"the manifest is malformed at {field}: {first['msg']}"
+    remedy = "docs/protocol.md lists every field of the manifest with an example"
+    return ManifestError("malformed_manifest", message, field=field, value=first.get("input", ""), remedy=remedy)
+
+
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=1, lt=2**62, strict=True)]
 Position = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
@@ -43,8 +53,14 @@ Small = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
 """An unsigned 32-bit integer on the wire."""
 
 
-class Part(BaseModel):
+class Part(Checked):
+    """A fault in a part that Python makes is a KvferryError (`malformed_manifest`), as in a manifest that is read."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def _fault(cls, error: ValidationError) -> ManifestError:
+        return malformed(error, cls.__name__)
 
 
 class ModelInfo(Part):

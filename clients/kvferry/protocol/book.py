@@ -180,10 +180,9 @@ class Book:
 
     def _tell(self, call: Call, end: e.Taken | e.Refused) -> Effects:
         """Its end, unless nobody waits for it: then it is quiet now. It is over with this."""
-        told, call.told = call.told, True
         del self._calls[call.said.call]
         self._waiting.pop(call, None)
-        return [e.Quiet(call.said.call)] if told else [end]
+        return [e.Quiet(call.said.call)] if call.told else [end]
 
     # The daemon speaks.
 

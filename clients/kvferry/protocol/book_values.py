@@ -26,13 +26,13 @@ class Start:
         self.leases, self.attempts = itertools.count(1), itertools.count(1)
         """Numbers for those that the engine leaves to the book."""
         self.weights = ""
-        self.cut: Latest[str, bool] = Latest(CUT)
+        self.cut: Latest[str, None] = Latest(CUT)
         self.lost: deque[tuple[str, int]] = deque(maxlen=LOST)
         """(request, number) of leases that nobody can read, and no daemon knows of: the LOST newest."""
 
     def cut_all(self, request_ids: Iterable[str]) -> None:
         for request_id in sorted(request_ids):
-            self.cut.put(request_id, True)
+            self.cut.put(request_id, None)
 
 
 @dataclass(slots=True, eq=False)

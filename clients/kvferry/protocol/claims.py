@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvferry.errors import Conflict
 from kvferry.protocol.frozen import frozen
 from kvferry.protocol.values import Sizes
-from kvferry.tables import BlockIds
+from kvferry.tables import NO_IDS, BlockIds
 
 Blocks: TypeAlias = Mapping[str, BlockIds]
 """Block ids by group."""
@@ -76,12 +76,11 @@ class Claims:
             del self._holders[key]
 
     def _holder(self, life: int, name: str, ids: BlockIds) -> NDArray[np.int64]:
-        holder = self._holders.get((life, name))
+        holder = self._holders.setdefault((life, name), NO_IDS)
         most = int(ids.max()) + 1 if len(ids) else 0
-        if holder is None or len(holder) < most:
-            longer = np.zeros(max(most, 2 * len(holder) if holder is not None else 0), dtype=np.int64)
-            if holder is not None:
-                longer[: len(holder)] = holder
+        if len(holder) < most:
+            longer = np.zeros(max(most, 2 * len(holder)), dtype=np.int64)
+            longer[: len(holder)] = holder
             holder = self._holders[life, name] = longer
         return holder
 
@@ -89,12 +88,11 @@ class Claims:
         return set(self._held)
 
     def check(self) -> None:
-        held = {(claim.life, name) for claim in self._held.values() for name in claim.blocks}
-        assert held <= set(self._holders)
+        holders = {key: holder.tolist() for key, holder in self._holders.items()}
         for number, claim in self._held.items():
-            assert all((self._holders[claim.life, name][ids] == number).all() for name, ids in claim.blocks.items())
-        numbers = {int(each) for holder in self._holders.values() for each in np.unique(holder)}
-        assert numbers <= {0, *self._held}
+            for name, ids in claim.blocks.items():
+                assert {*map(holders[claim.life, name].__getitem__, ids.tolist())} <= {number}
+        assert set[int]().union(*holders.values()) <= {0, *self._held}
         assert self._gone <= {claim.life for claim in self._held.values()}
 
     def sizes(self) -> Sizes:

@@ -25,7 +25,6 @@ class FenceOver(NamedTuple):
     """The fence of a publish is reached; or never will be: problem."""
 
     request_id: str
-    number: int
     fence: int
     problem: KvferryError | None = None
 

@@ -34,12 +34,10 @@ class Lease:
     """It changes by `Leases` alone."""
 
     def __init__(self, terms: Terms, now: float) -> None:
-        self.terms, self.since, self.expires_at = terms, now, now + terms.ttl_s
+        self.terms, self.since, self.expires_at = terms, now, now
         self.state = LeaseState.PUBLISHING
-        self.shown, self.version, self.shown_at = UNSEEN, 0, now
-        """The last publish that readers see, how many they have seen, and since when they see it."""
-        self.fenced_s = 0.0
-        """From the last that readers see until they saw it."""
+        self.shown, self.version, self.shown_at, self.fenced_s = UNSEEN, 0, now, 0.0
+        """The last publish that readers see, how many they have seen, since when, and how long its fence took."""
         self.queued: deque[_Queued] = deque()
         self.readers = Readers(terms.request_id, now)
         self.awaited = self.announced = False
@@ -86,8 +84,6 @@ class Lease:
         """Why this cannot be published after what is there: `already_published`, `published_less`,
         `published_blocks_moved`, `published_other_prompt`, `full`."""
         before, request = self.published, f"request {self.request_id}"
-        if not (self.version or self.queued):
-            return None
         if not before.more:
             why = f"{request} was published whole already"
             remedy = "use more=True for every publish but the last, or another request id"

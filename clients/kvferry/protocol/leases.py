@@ -141,7 +141,7 @@ class Leases:
 
     def _fence_over(self, event: e.FenceOver, now: float) -> Effects:
         lease = self._live.get(event.request_id)
-        if lease is None or lease.number != event.number:
+        if lease is None:
             return []
         lease.fence_over(event.fence, event.problem)
         return self._show(lease, now)
@@ -294,7 +294,7 @@ class Leases:
         self._ended.put(lease.request_id, account)
         effects: Effects = [e.ClearWord(lease.terms.word)]
         effects += [e.CancelFence(fence) for fence in fences]
-        for reading in lease.readers.leave():
+        for reading in lease.readers.live_readings():
             del self._opened[reading]
             effects += self._over(reading, lease.over())
         for stream in self._audience if lease.announced else ():

@@ -9,18 +9,13 @@ from kvferry.protocol.reading import Following
 from kvferry.protocol.transfer_events import LeaseId, Range, Wanted
 
 
-def one_lease(wanted: Wanted, epoch: str, readings: Mapping[int, Following]) -> LeaseId:
-    """The lease that all source ranks have, in this epoch of their engine. Raises KvferryError (`lease_changed`)."""
-    numbers = {each.seen.lease for each in readings.values()}
-    if len(numbers) > 1:
-        by_rank = ", ".join(f"rank {rank} lease {each.seen.lease}" for rank, each in readings.items())
-        raise lease_changed(wanted.request_id, f"the source's ranks have different leases: {by_rank}")
-    number = numbers.pop()
+def check_ordered(wanted: Wanted, lease: LeaseId) -> None:
+    """The lease that all source ranks have is the one that was ordered. Raises KvferryError (`lease_changed`)."""
+    epoch, number = lease
     if wanted.lease not in (0, number) or wanted.epoch not in ("", epoch):
         named = f"lease {wanted.lease} of epoch {wanted.epoch or 'any'}"
         why = f"{named} was ordered, and the source has sent {number} of epoch {epoch}"
         raise lease_changed(wanted.request_id, why)
-    return epoch, number
 
 
 def check_first(wanted: Wanted, first: LeaseId, read: LeaseId) -> None:

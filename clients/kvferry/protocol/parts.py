@@ -23,7 +23,7 @@ class Part:
 
     number: int
     at: ReadingRank
-    request_id: str
+    key: Key
     attempt: Attempt
     order: Order | None = None
     brought: Mapping[int, object] | None = None
@@ -46,8 +46,8 @@ class Part:
     problem: KvferryError | None = None
 
     @property
-    def key(self) -> Key:
-        return self.at.key(self.request_id)
+    def request_id(self) -> str:
+        return self.key[-1]
 
     @property
     def reserved(self) -> bool:
@@ -141,7 +141,7 @@ class Parts:
         for newest in (over, NO_ATTEMPT if current is None else current.attempt):
             if attempt.before(newest):
                 raise a.stale(key[2], newest)
-        self.check_kind(key, attempt)
+        self.check_kind(key, attempt.by)
         return self._waiting.get(key, {}).get(attempt)
 
     def under_way(self, key: Key) -> Part | None:
@@ -157,11 +157,11 @@ class Parts:
     def is_newest(self, part: Part) -> bool:
         return self._current.get(part.key) is part
 
-    def check_kind(self, key: Key, attempt: Attempt) -> None:
-        """A request's attempts are all the engine's, or all of orders that bring their tables."""
+    def check_kind(self, key: Key, by: str) -> None:
+        """A request's attempts are all the engine's, or all of orders that bring their tables. by: as of Attempt."""
         current, (over, _) = self._current.get(key), self._over.get(key) or (NO_ATTEMPT, None)
         newest = over if current is None else current.attempt
-        if newest != NO_ATTEMPT and bool(newest.by) != bool(attempt.by):
+        if newest != NO_ATTEMPT and bool(newest.by) != bool(by):
             raise a.another_kind(key[2], newest)
 
     def check_not_passed(self, key: Key, attempt: Attempt) -> None:
@@ -171,7 +171,7 @@ class Parts:
                 raise a.stale(key[2], later)
 
     def add(self, at: ReadingRank, request_id: str, attempt: Attempt) -> Part:
-        part = Part(next(self._numbers), at, request_id, attempt)
+        part = Part(next(self._numbers), at, at.key(request_id), attempt)
         self._by_number[part.number] = part
         return part
 

@@ -75,13 +75,13 @@ class Peers:
         return None if asking is None else self._homes.in_the_way(asking.place[0], home, ordered=asking.ordered)
 
     def next_timer(self) -> float | None:
-        times = self._askings.next_timer(), self.wanted.resting.next()
+        times = self._askings.bounds.next(), self.wanted.resting.next()
         return min((each for each in times if each is not None), default=None)
 
     def on(self, event: e.PeersEvent, now: float) -> Effects:
         effects = self._on(event, now)
         looks = isinstance(event, (e.Want, e.Had, e.Tick))
-        if looks or any(isinstance(getattr(each, "asker", 0), tuple) for each in effects):
+        if looks or any(isinstance(getattr(each, "asker", None), tuple) for each in effects):
             return self._for_nobody(effects, now)
         return effects
 
@@ -242,9 +242,7 @@ class Peers:
             if not waiting.first and (waiting.renews or (waiting.wanted.ordered and not asking.ordered)):
                 again.append(waiting)
                 continue
-            if waiting.renews:
-                effects += self._forget(waiting.renews, now)
-            effects.append(e.Refused(waiting.wanted.asker, why.kept()))
+            effects += [*self._forget(waiting.renews, now), e.Refused(waiting.wanted.asker, why.kept())]
         return effects + self._again(again, now)
 
     def _again(self, again: list[Waiting], now: float) -> Effects:

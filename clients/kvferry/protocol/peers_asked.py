@@ -41,7 +41,7 @@ class Askings:
         self._at: dict[e.Place, Asking] = {}
         self._by_number: dict[int, Asking] = {}
         self._of: dict[e.Asker, Asking] = {}
-        self._bounds: Alarms[int] = Alarms()
+        self.bounds: Alarms[int] = Alarms()
 
     def join(self, waiting: Waiting, now: float) -> Asking | None:
         """Wait for the handshake of the place: the one that is under way; or a new one, which is returned.
@@ -57,7 +57,7 @@ class Askings:
                 raise Full("too_many_peers", why, field="address", value=wanted.address, remedy=remedy)
             asking = begun = self._at[place] = Asking(next(self._numbers), place, wanted.ordered)
             self._by_number[asking.number] = asking
-            self._bounds.set(asking.number, now + self.within_s)
+            self.bounds.set(asking.number, now + self.within_s)
             waiting = waiting._replace(first=True)
         asking.waiting[wanted.asker] = waiting
         self._of[wanted.asker] = asking
@@ -75,7 +75,7 @@ class Askings:
         """None where it has ended already."""
         asking = self._by_number.pop(number, None)
         if asking is not None:
-            self._bounds.drop(number)
+            self.bounds.drop(number)
             del self._at[asking.place]
             for asker in asking.waiting:
                 del self._of[asker]
@@ -83,19 +83,16 @@ class Askings:
 
     def end_late(self, now: float) -> list[Asking]:
         """End the handshakes whose time is over."""
-        return [asking for number in self._bounds.due(now) if (asking := self.end(number)) is not None]
+        return [asking for number in self.bounds.due(now) if (asking := self.end(number)) is not None]
 
     def end_all(self) -> list[Asking]:
         return [asking for number in list(self._by_number) if (asking := self.end(number)) is not None]
 
-    def next_timer(self) -> float | None:
-        return self._bounds.next()
-
     def check(self) -> None:
         assert self._at == {asking.place: asking for asking in self._by_number.values()}
         assert self._of == {asker: asking for asking in self._at.values() for asker in asking.waiting}
-        assert len(self._bounds) == len(self._at), "a handshake has no bound"
+        assert len(self.bounds) == len(self._at), "a handshake has no bound"
 
     def sizes(self) -> Sizes:
         return {"askings": len(self._at), "numbers": len(self._by_number), "waiting": len(self._of),
-                "bounds": self._bounds.entries}  # fmt: skip
+                "bounds": self.bounds.entries}  # fmt: skip

@@ -99,9 +99,7 @@ class Wanted:
 
     def leave(self, engine_id: str) -> None:
         """It is met when an order names it."""
-        address = self._had.pop(engine_id, None)
-        if address is not None:
-            self._clear((engine_id, address))
+        self._clear((engine_id, self._had.pop(engine_id, "")))
 
     def _clear(self, place: Place) -> None:
         self._met.pop(place, None)

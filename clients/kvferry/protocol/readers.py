@@ -59,11 +59,9 @@ class Readers:
         self._add(who, _Place(attempt, by, reading, times=Times(now - self._since)))
 
     def close(self, who: ReaderId, left: e.Leave, now: float, packed_at: float | None = None) -> None:
-        """The reader goes. Ignored if another reading has taken its place. packed_at: when all that it wanted was."""
+        """The reader goes. packed_at: when all that it wanted was."""
         self.nbytes += left.nbytes
-        place = self._places.get(who)
-        if place is None or place.reading != left.reading:
-            return
+        place = self._places[who]
         place.reading = None
         self.live -= 1
         place.nbytes = left.nbytes
@@ -89,14 +87,6 @@ class Readers:
         self._go_on(who, place, attempt, by)
         if self._is_newest(who, place):
             self._count(who, place, read=True)
-
-    def leave(self) -> list[Reading]:
-        """The lease has ended: nobody reads it any more. The readings that were open."""
-        left = [place.reading for place in self._places.values() if place.reading is not None]
-        self.live = 0
-        for place in self._places.values():
-            place.reading = None
-        return left
 
     def live_readings(self) -> list[Reading]:
         return [place.reading for place in self._places.values() if place.reading is not None] if self.live else []
@@ -162,7 +152,7 @@ class Readers:
         for rank in range(who.world_size):
             other = replace(who, rank=rank)
             before = self._places.get(other)
-            if before is not None and (before.by != by or before.attempt < attempt):
+            if before is not None:
                 self._count(other, before, read=False)
 
     def _count(self, who: ReaderId, place: _Place, *, read: bool) -> None:

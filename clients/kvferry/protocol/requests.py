@@ -27,11 +27,14 @@ class Requests:
         self._instance, self._limits = instance, limits
         self._counted = itertools.count(1)
         """Number the attempts of orders that bring their tables."""
-        self.left = 0
-        """Parts that have not ended, or may still write."""
         self.parts, self._claims = Parts(limits.history), Claims()
         self._orders: Latest[str, tuple[int, object]] = Latest(ATTEMPTS)
         """The part of each order_id, and what the order said."""
+
+    @property
+    def left(self) -> int:
+        """Parts that go on: here, as a read that may still write, or on ranks that this one leads."""
+        return sum(not part.quiet or (part.ended and not part.over) for part in self.parts.all())
 
     def find(self, key: Key, attempt: Attempt) -> int | None:
         """The part of this attempt; None where the attempt is still to come. Raises KvferryError where it is over."""
@@ -71,7 +74,7 @@ class Requests:
                 return [*self._ended(self.parts[event.part], event), *self.parts.forget()]
             case e.Over(number):
                 self.parts.over(self.parts[number])
-                return self.parts.forget()
+                return [e.OneFewer(), *self.parts.forget()]
             case e.Quiet(number):
                 return [*self._quiet(self.parts[number]), *self.parts.forget()]
             case _:
@@ -135,7 +138,7 @@ class Requests:
                 raise a.conflict(event.request_id, "was ordered already, with other tables")
             return [e.Taken(found.number, new=False)]
         assert event.reservation is not None
-        self.parts.check_kind(event.at.key(event.request_id), Attempt(0, self._instance))
+        self.parts.check_kind(event.at.key(event.request_id), self._instance)
         self._check_room(event.closed)
         claim = self._claims.take(event.at.life, event.reservation.blocks, event.request_id)
         attempt = Attempt(next(self._counted), self._instance)
@@ -160,7 +163,7 @@ class Requests:
             claim = self._claims.take(event.at.life, event.reservation.blocks, event.request_id)
         if found is None:
             found, effects = self._begin(event.at, event.request_id, attempt, event.deadline_s)
-        if had and order is not None and found.order is not None and claim:
+        if order is not None and found.order is not None and claim:
             named = found.order.naming(order)  # other ranks may know this lease alone
             if named != found.order:
                 found.order = named
@@ -207,7 +210,6 @@ class Requests:
         self, at: ReadingRank, request_id: str, attempt: Attempt, deadline_s: float | None = None
     ) -> tuple[Part, Effects]:
         part = self.parts.add(at, request_id, attempt)
-        self.left += 1
         return part, [e.Begin(part.number, at, request_id, attempt, deadline_s), e.Appeared(request_id)]
 
     def _reserve(self, part: Part, attempt: Attempt, reservation: e.Reservation, claim: int) -> Effects:
@@ -314,16 +316,13 @@ class Requests:
     def _quiet(self, part: Part) -> Effects:
         assert not part.quiet
         part.quiet = True
-        self.left -= 1
         self._claims.release(part.claim)
         return [e.OneFewer()]
 
     def check(self) -> None:
         self.parts.check()
         self._claims.check()
-        parts = self.parts.all()
-        assert self._claims.numbers() == {part.claim for part in parts if part.claim and not part.quiet}
-        assert self.left == sum(not part.quiet for part in parts)
+        assert self._claims.numbers() == {part.claim for part in self.parts.all() if part.claim and not part.quiet}
         assert self.parts.unfinished <= self._limits.transfers
 
     def sizes(self) -> Sizes:

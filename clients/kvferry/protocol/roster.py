@@ -65,14 +65,12 @@ class Rosters:
         return Conflict("rank_taken", why, field="rank", value=number, remedy=f"{remedy} and number")
 
     def why_missing(self, engine_id: str, epoch: str, rank: int) -> str:
-        """Why this rank has not joined, as far as that is known here: it has tried, or was there; empty where not."""
+        """Why this rank has not joined, as far as that is known here: it has tried; empty where not."""
         for (joined, other), roster in self._rosters.items():
             if joined == engine_id and other != epoch and rank in roster.members():
                 return f"rank {rank} has joined from {roster.places[rank]} in epoch {other}, and this one is in {epoch}"
-        if why := self._kept_out.get((engine_id, rank)):
-            return f"rank {rank} was not let in: {why}"
-        here = self._rosters.get((engine_id, epoch))
-        return f"rank {rank} was there, from {here.places[rank]}" if here and rank in here.places else ""
+        why = self._kept_out.get((engine_id, rank))
+        return f"rank {rank} was not let in: {why}" if why else ""
 
     def keep_out(self, engine_id: str, rank: int, why: KvferryError) -> None:
         """The rank has called, and may not join."""

@@ -86,8 +86,7 @@ class Serving:
 
     def show(self, number: int, view: View) -> Effects:
         opened = self._opened[number]
-        knows = opened.view is None and opened.asked.known == view.known_by
-        opened.view, opened.untold, opened.waits = view, not knows, False
+        opened.view, opened.untold = view, opened.asked.known != view.known_by
         speak: Effects = [e.Speak(opened.asked.reading)] if opened.untold else []
         return speak + _begun(opened)
 

@@ -116,7 +116,7 @@ class Session:
         self.registering = False
         if not (done or stopped):
             self.failed.add(Step.REGISTRATION)
-        return self.step_over(Step.REGISTRATION, done or stopped, now)
+        return self.step_over(Step.REGISTRATION, stopped, now)
 
     def step_late(self, now: float) -> list[e.SessionEffect]:
         assert self.taking is not None
@@ -153,7 +153,7 @@ class Session:
 
     def give_back(self, now: float) -> list[e.SessionEffect]:
         """Memory that has waited for a session."""
-        self.state, self.taking, self.due, self.keep = State.FREEING, Step.FREE, now + STEP_S, False
+        self.state, self.taking, self.due = State.FREEING, Step.FREE, now + STEP_S
         return [e.Take(self.id, Step.FREE, self.why, keep=False)]
 
     def check(self) -> None:

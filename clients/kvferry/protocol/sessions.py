@@ -173,7 +173,7 @@ class Sessions:
             return self._refused(id, _is_attached(old))
         kept = [each for each in self._of_engine(rank) if each.state is State.KEPT]
         before = self._named(attaching.resume)
-        if before is None or before not in kept or before.rank != rank:
+        if before not in kept or before.rank != rank:
             before = None
         if before is None and rank[:2] in self._epochs:
             return self._refused(id, _is_over(rank))
@@ -206,10 +206,6 @@ class Sessions:
 
     def is_ending(self, id: str) -> bool:
         return id in self.sessions and self.sessions[id].state in (State.RETIRING, State.FREEING)
-
-    def current(self) -> list[str]:
-        """The sessions of engines, one for each."""
-        return [each.id for each in self._current.values()]
 
     def next_timer(self) -> float | None:
         times = [each.due for each in self.sessions.values()] + [each.due for each in self._attaching.values()]

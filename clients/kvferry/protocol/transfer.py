@@ -20,7 +20,7 @@ from typing import assert_never
 from kvferry.errors import KvferryError
 from kvferry.protocol import reading as r
 from kvferry.protocol import transfer_events as t
-from kvferry.protocol.one_lease import check_first, check_one_prompt, check_published, one_lease
+from kvferry.protocol.one_lease import check_first, check_one_prompt, check_ordered, check_published
 from kvferry.protocol.reading import Following
 from kvferry.protocol.states import TransferState, moved
 from kvferry.protocol.values import Sizes
@@ -183,7 +183,9 @@ class Progress:
             return self._say_all(behind, r.AskFor(newest), now)
         first = self._wanted.tokens[0] if self._wanted.tokens else 0
         assert self._peer is not None
-        self.lease = one_lease(self._wanted, self._peer.epoch, self.readings)
+        lease = self._peer.epoch, newest
+        check_ordered(self._wanted, lease)
+        self.lease = lease
         self._pass = r.Pass(first, first)
         self.announced = any(each.announced for each in self.readings.values())
         self._move(TransferState.READING)

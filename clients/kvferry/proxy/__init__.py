@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Sequence
 from itertools import chain
+from types import FrameType
 
 import uvicorn
 
@@ -23,12 +25,11 @@ from kvferry.proxy.options import Endpoint, Options, parse
 __all__ = ["Endpoint", "Options", "build_app", "main", "parse"]
 UNREAD_S = 10
 """How long a client may leave its answer unread. Then the kernel ends the connection, and the request with it."""
-GRACEFUL_S = 20
-"""At SIGTERM: how long requests under way may still run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns the exit status; argparse exits with 2 on wrong flags."""
+    """Serve until SIGTERM or Ctrl-C. Answers under way then have as long as any has of decode, until a second signal.
+    Returns the exit status; argparse exits with 2 on wrong flags."""
     open_standard()
     options, lines = parse(argv), Handler()
     logging.basicConfig(level=logging.INFO, handlers=[lines])
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = uvicorn.Config(
         build_app(options), http=HeaderInTime, host=options.host, port=options.port, lifespan="on",
         log_config=None, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=GRACEFUL_S, timeout_keep_alive=round(options.keep_alive_s),
+        timeout_graceful_shutdown=math.ceil(options.decode_timeout_s), timeout_keep_alive=options.keep_alive_s,
     )  # fmt: skip
     try:
         sockets = everywhere(options.port) if options.host in EVERYWHERE else None
@@ -65,6 +66,14 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, lines: Handler) -> None:
         super().__init__(config)
         self._lines = lines
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second signal ends it at once, with all connections: from Python 3.12 on asyncio waits for them."""
+        if self.should_exit:
+            self.force_exit = True
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

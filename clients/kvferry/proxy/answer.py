@@ -36,9 +36,15 @@ def refusal(error: KvferryError) -> Response:
     return JSONResponse(openai_error(error, status), status, headers)
 
 
+def of_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[str]:
+    """The names of those that end with their connection: HOP_BY_HOP, and what its own Connection names."""
+    named = b",".join(value for name, value in headers if name.lower() == b"connection").decode("latin-1")
+    return HOP_BY_HOP | {name.strip().lower() for name in named.split(",")}
+
+
 def passed_on(response: httpx.Response, *, decoded: bool = False) -> list[tuple[bytes, bytes]]:
     """An engine's response headers, byte for byte, without those of its own connection or that we answer ourselves."""
-    unwanted = HOP_BY_HOP | {"date", "server", "content-length", "x-request-id"}
+    unwanted = of_connection(response.headers.raw) | {"date", "server", "content-length", "x-request-id"}
     unwanted |= {"content-encoding"} if decoded else set()
     return [(name, value) for name, value in response.headers.raw if name.decode("latin-1").lower() not in unwanted]
 

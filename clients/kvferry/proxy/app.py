@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvferry.asgi import client_gone
 from kvferry.errors import Forbidden, KvferryError, Malformed, Unauthorized
 from kvferry.proxy import fleet
-from kvferry.proxy.answer import HOP_BY_HOP, refusal, whole
+from kvferry.proxy.answer import of_connection, refusal, whole
 from kvferry.proxy.exchange import Asked, Daemons, Exchange, leg
 from kvferry.proxy.legs import read_body
 from kvferry.proxy.options import Endpoint, Options
@@ -32,7 +32,7 @@ HEALTH_TIMEOUT_S = 2.0
 MODELS_TIMEOUT_S = 10.0
 UNSENT_S = 30.0
 """The longest pause between two parts of a request's body."""
-OURS = HOP_BY_HOP | {
+OURS = {
     "accept-encoding", "content-length", "content-type", "expect", "host", "x-prefiller-host-port", "x-request-id",
 }  # fmt: skip
 """Request headers that the proxy answers for itself on both legs."""
@@ -85,7 +85,7 @@ class Proxy:
             cookies=CookieJar(policy=DefaultCookiePolicy(allowed_domains=[])),
             trust_env=False,
         )
-        self.daemons = Daemons(self.http, options.prefill + options.decode, token=options.daemon_token)
+        self.daemons = Daemons(options)
 
     async def relay(self, request: Request) -> Response:
         """Check a request; the returned response carries it through both legs. Raises KvferryError."""
@@ -140,7 +140,7 @@ class Proxy:
 
     def _headers(self, request: Request, request_id: str) -> httpx.Headers:
         """The client's headers for the legs, byte for byte. Its Authorization stops here when it was for the proxy."""
-        ours = OURS | {"authorization"} if self.options.api_token else OURS
+        ours = OURS | of_connection(request.headers.raw) | ({"authorization"} if self.options.api_token else set())
         passed = [(name, value) for name, value in request.headers.raw if name.decode("latin-1") not in ours]
         return httpx.Headers([*passed, (b"content-type", b"application/json"), (b"x-request-id", request_id.encode())])
 

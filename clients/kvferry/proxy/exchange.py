@@ -11,8 +11,8 @@ import asyncio
 import logging
 import string
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -33,7 +33,7 @@ log = logging.getLogger("kvferry.proxy")
 ABORT_TIMEOUT_S = 5.0
 RETRIED = (502, 503, 504)
 """Answers that another engine may cure; all others go to the client unchanged."""
-ELSEWHERE = ("engine_unreachable", "daemon_unreachable", "draining")
+ELSEWHERE = ("engine_unreachable", "daemon_unreachable", "client_full", "draining")
 """Errors of a decode engine, or of its daemon, that do not concern another one."""
 GRACE_S = 2.0
 """When a client leaves: how long prefill's answer is still awaited, for the lease's name in it, and an order under way,
@@ -41,12 +41,13 @@ which the abort must not overtake."""
 
 
 class Daemons:
-    """REST clients of all daemons, over one connection pool, and the aborts that are under way."""
+    """REST clients of all daemons, the requests that may hold something there, and the aborts that are under way."""
 
-    def __init__(self, http: httpx.AsyncClient, endpoints: Iterable[Endpoint], *, token: str = "") -> None:
-        urls = {url for endpoint in endpoints for url in endpoint.daemons}
-        self.clients = {url: RouterClient(url, token=token, timeout_s=ABORT_TIMEOUT_S, http=http) for url in urls}
-        self._aborts: set[asyncio.Task[None]] = set()
+    def __init__(self, options: Options) -> None:
+        urls = {url for endpoint in options.prefill + options.decode for url in endpoint.daemons}
+        token, tls = options.daemon_token, options.daemon_tls  # all share it: to make one takes long
+        self.clients = {url: RouterClient(url, token=token, timeout_s=ABORT_TIMEOUT_S, tls=tls) for url in urls}
+        self._under_way: set[asyncio.Task[Any]] = set()
 
     async def order(
         self, decode: Endpoint, body: OrderBody, *, timeout_s: float, traceparent: str = "", x_request_id: str = ""
@@ -90,14 +91,22 @@ class Daemons:
 
     def in_background(self, work: Coroutine[None, None, None]) -> None:
         """Run to its end though the client that caused it has left. `close` waits for it."""
-        task = asyncio.create_task(work)
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        self.expect(asyncio.create_task(work))
+
+    def expect(self, task: asyncio.Task[Any] | None) -> None:
+        """It may still free something: `close` waits for it."""
+        assert task is not None
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
 
     async def close(self) -> None:
-        """Let the aborts under way end; each is bounded."""
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=3 * ABORT_TIMEOUT_S)
+        """Let requests that the proxy's stop has cut off, and aborts, end; each is bounded."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(3 * ABORT_TIMEOUT_S):
+                while self._under_way:
+                    await asyncio.wait(self._under_way)
+        for client in self.clients.values():
+            await client.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,7 @@ class Exchange(Response):
         """Nothing is left to free: decode answered to the end, or prefill published nothing."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._daemons.expect(asyncio.current_task())
         answer = Answer(send)
         serving = asyncio.create_task(self._serve(answer))
         leaving = asyncio.create_task(disconnected(receive))

@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 
 from kvferry import page
 from kvferry.errors import Deadline, KvferryError
 from kvferry.proxy.options import Endpoint
 from kvferry.router import RouterClient
-from kvferry.schemas import ErrorBody, PeerRecord, PeerState, Standing, TransferList, TransferRecord, TransferState
+from kvferry.schemas import (
+    ErrorBody,
+    FailedLately,
+    PeerList,
+    PeerState,
+    Standing,
+    TransferList,
+    TransferRecord,
+    TransferState,
+    UnmetRecord,
+)
 
 AT = "/fleet/"
 FILES = page.files(__package__, AT)
 EVERY_S, WHOLE_S = 2.0, 10.0
 """Daemons are asked no more often for their transfers, and for all else, however many look."""
 PER_S = 32
-"""Daemons that are asked in one second, on average: a look of a large fleet is older, and costs no more."""
+"""Daemons that are asked in one second, at most: a look of a large fleet is older, and costs no more."""
+FIRST_PER_S, FIRST_S = 64, 2.0
+"""The first look after a pause waits until all were asked: so many in a second, or as many as are asked in FIRST_S."""
 PATIENCE_S = 2.0
 """For all answers of one daemon."""
-AT_ONCE = 32
-"""Daemons that are asked beside each other."""
+UNSEEN_S = 10.0
+"""Daemons are asked for so long after the last look; a page looks every 2 s."""
+TOLD_S = 1.0
+"""An answer is made no more often, however many look."""
 WINDOW_S = 300.0
 REMEMBERED = 4096
 """Ended transfers of one pair, at most: where more end within the window, the oldest are not counted."""
@@ -37,8 +53,9 @@ Role = Literal["prefill", "decode"]
 
 
 class DaemonRow(BaseModel):
-    """A daemon. url: of its REST service. engine: the URL of the engine that it stands beside. error: why there is no
-    answer; the other fields are those of the last one then."""
+    """A daemon. url: of its REST service. engine: the URL of the engine that it stands beside. failed_lately: asked for
+    where it is not `ready`. unmet: as it calls them in vain. error: why there is no answer; the other fields are those
+    of the last one then."""
 
     url: str
     role: Role
@@ -50,6 +67,8 @@ class DaemonRow(BaseModel):
     state: Standing | None = None
     reasons: list[str] = []
     warnings: list[str] = []
+    failed_lately: FailedLately | None = None
+    unmet: list[UnmetRecord] = []
     error: ErrorBody | None = None
 
 
@@ -59,7 +78,7 @@ class PairRow(BaseModel):
     source, destination: URLs of the engines; source is empty where none of the proxy's prefill engines has this id.
     waits: what those under way wait for, by name. done, failed, aborted, bytes, p50_ms, p99_ms: of the last window_s
     seconds. p50_ms, p99_ms: without waits for order, reservation and publish. failing: ranks that do not answer the
-    destination. error: of the last that failed in the window.
+    destination, the ones that it has forgotten for that among them. error: of the last that failed in the window.
     """
 
     source: str
@@ -80,8 +99,8 @@ class PairRow(BaseModel):
 
 
 class TransferRow(BaseModel):
-    """A transfer that failed, or was slow. url: of the daemon that has its record. longest: the phase that took most of
-    took_ms, and longest_ms of it."""
+    """A transfer that failed, or was slow. url: of the daemon that has its record. took_ms: without the wait for order,
+    reservation and publish. longest: the phase that took most of it, and longest_ms of it."""
 
     url: str
     transfer_id: str
@@ -96,7 +115,7 @@ class TransferRow(BaseModel):
 
 
 class FleetRecord(BaseModel):
-    """asked_at: seconds since 1970."""
+    """asked_at: until then, seconds since 1970."""
 
     asked_at: float
     window_s: float = WINDOW_S
@@ -108,15 +127,48 @@ class FleetRecord(BaseModel):
 
 PairKey = tuple[str, str]
 """The ids of the engine that is read, and of the one that reads."""
-PHASES = ("waiting_order", "waiting_reservation", "waiting_publish", "connecting", "reading", "verifying")
+PHASES = ("connecting", "reading", "verifying")
 
 
-@dataclass(slots=True)
 class Ended:
-    """A transfer that is over. at: when the proxy heard of it, on its own clock."""
+    """Transfers of one pair that ended in the last WINDOW_S, and their sums: a look walks over what has changed."""
 
-    at: float
-    record: TransferRecord
+    def __init__(self) -> None:
+        self.records: OrderedDict[str, TransferRecord] = OrderedDict()
+        """The key is the id, the order is that of their ends."""
+        self.failed: OrderedDict[str, TransferRecord] = OrderedDict()
+        self.states: Counter[TransferState] = Counter()
+        self.took: list[tuple[float, str]] = []
+        """ms and id of each that is done, the slowest last."""
+        self.bytes = 0
+        self.path = ""
+        """The path of the last that had one."""
+
+    def add(self, record: TransferRecord) -> None:
+        """Nothing where it was heard before."""
+        if record.transfer_id in self.records:
+            return
+        self.records[record.transfer_id] = record
+        self.states[record.state] += 1
+        self.bytes += record.bytes
+        self.path = record.path or self.path
+        if record.state is TransferState.FAILED:
+            self.failed[record.transfer_id] = record
+        if record.state is TransferState.DONE:
+            insort(self.took, (_took(record), record.transfer_id))
+
+    def forget(self, since: float) -> None:
+        """Forget transfers that ended earlier, and the oldest beyond REMEMBERED."""
+        while self.records:
+            record = next(iter(self.records.values()))
+            if len(self.records) <= REMEMBERED and (record.ended_at or 0.0) >= since:
+                break
+            del self.records[record.transfer_id]
+            self.states[record.state] -= 1
+            self.bytes -= record.bytes
+            self.failed.pop(record.transfer_id, None)
+            if record.state is TransferState.DONE:
+                del self.took[bisect_left(self.took, (_took(record), record.transfer_id))]
 
 
 @dataclass(slots=True)
@@ -126,42 +178,40 @@ class Daemon:
     row: DaemonRow
     cursor: str = ""
     under_way: list[TransferRecord] = field(default_factory=list)
-    ended: dict[PairKey, deque[Ended]] = field(default_factory=dict)
-    peers: list[PeerRecord] = field(default_factory=list)
-    ended_s: float = 0.0
-    """When the last of its transfers ended, by its own clock."""
+    ended: dict[PairKey, Ended] = field(default_factory=dict)
+    """Its own clock says what is recent."""
+    known: PeerList = field(default_factory=lambda: PeerList(peers=[]))
+    ahead_s: float = 0.0
+    """So far its clock is ahead of `time.monotonic` here."""
     whole_at: float = float("-inf")
     """When it was asked for all else than its transfers."""
 
-    def learn(self, said: TransferList, now: float) -> None:
-        """A transfer that had ended before the first answer counts for nothing: nobody knows when it was. A daemon that
-        has followed another tells all that the one before had, and only what has ended since is news."""
-        first, self.cursor = not self.cursor, said.cursor
-        known_s = self.ended_s if said.whole else float("-inf")
-        self.under_way = [record for record in said.transfers if not record.state.ended]
-        for record in said.transfers:
-            if not record.state.ended:
-                continue
-            self.ended_s = max(self.ended_s, record.ended_at or 0.0)
-            if not first and (record.ended_at or 0.0) > known_s:
-                self.ended.setdefault(_pair(record), deque(maxlen=REMEMBERED)).append(Ended(now, record))
-        self.forget(now)
+    def learn(self, said: TransferList) -> None:
+        """A daemon that has followed another tells again what the one before had told."""
+        self.cursor, self.ahead_s = said.cursor, said.now - time.monotonic()
+        self.under_way = [record for record in said.transfers if record.ended_at is None]
+        since = said.now - WINDOW_S
+        for record in sorted(said.transfers, key=lambda record: record.ended_at or 0.0):
+            if record.ended_at is not None and record.ended_at >= since:
+                self.ended.setdefault(_pair(record), Ended()).add(record)
+        self.forget()
 
-    def forget(self, now: float) -> None:
+    def forget(self) -> None:
+        since = time.monotonic() + self.ahead_s - WINDOW_S
         for pair, ended in list(self.ended.items()):
-            while ended and ended[0].at < now - WINDOW_S:
-                ended.popleft()
-            if not ended:
+            ended.forget(since)
+            if not ended.records:
                 del self.ended[pair]
 
     def pairs(self) -> set[PairKey]:
         own = self.row.engine_ids
-        met = {(peer.engine_id, engine_id) for peer in self.peers for engine_id in own}
+        met = {(peer.engine_id, engine_id) for peer in (*self.known.peers, *self.known.lost) for engine_id in own}
         return met | set(self.ended) | {_pair(record) for record in self.under_way}
 
 
 class Fleet:
-    """Asks the daemons when somebody looks. `close` ends what is under way."""
+    """Asks the daemons while somebody looks, one after another and evenly: requests that the proxy relays meanwhile do
+    not wait for a burst of answers. `close` ends what is under way."""
 
     def __init__(
         self, prefills: Sequence[Endpoint], decodes: Sequence[Endpoint], clients: Mapping[str, RouterClient]
@@ -175,34 +225,52 @@ class Fleet:
                 for rank, url in enumerate(endpoint.daemons):
                     row = DaemonRow(url=url, role=role, engine=endpoint.url, rank=rank)
                     self._daemons[role, url] = Daemon(row)
-        self._turn = asyncio.Semaphore(AT_ONCE)
-        self._asking: asyncio.Task[FleetRecord] | None = None
-        self._every_s = max(EVERY_S, len(self._daemons) / PER_S)
-        self._asked = float("-inf")
+        self._asking: asyncio.Task[None] | None = None
+        self._all_asked = asyncio.Event()
+        self._looked = self._told = float("-inf")
+        self._answer = b""
 
-    async def look(self) -> FleetRecord:
-        """A little over EVERY_S old at most; a large fleet's is older. A daemon that does not answer is a row."""
-        if self._asking is None or (self._asking.done() and time.monotonic() - self._asked > self._every_s):
-            self._asking = asyncio.create_task(self._ask_all())
-        return await asyncio.shield(self._asking)
+    async def look(self) -> Response:
+        """A FleetRecord, a little over EVERY_S old at most; a large fleet's is older. A daemon that does not answer is
+        a row."""
+        self._looked = time.monotonic()
+        if self._asking is None or self._asking.done():
+            self._all_asked.clear()
+            self._asking = asyncio.create_task(self._ask_while_seen())
+        await self._all_asked.wait()
+        if time.monotonic() - self._told > TOLD_S:
+            self._answer = record_of(list(self._daemons.values())).model_dump_json().encode()
+            self._told = time.monotonic()
+        return Response(self._answer, media_type="application/json")
 
     async def close(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait({self._asking})
 
-    async def _ask_all(self) -> FleetRecord:
-        await asyncio.gather(*map(self._ask, self._daemons.values()))
-        self._asked = time.monotonic()
-        return record_of(list(self._daemons.values()))
+    async def _ask_while_seen(self) -> None:
+        daemons = list(self._daemons.values())
+        try:
+            await self._ask_each(daemons, min(1 / FIRST_PER_S, FIRST_S / max(1, len(daemons))))
+        finally:
+            self._all_asked.set()
+        await self._ask_each(cycle(daemons), max(EVERY_S / max(1, len(daemons)), 1 / PER_S))
+
+    async def _ask_each(self, daemons: Iterable[Daemon], pause_s: float) -> None:
+        async with asyncio.TaskGroup() as asked:
+            for daemon in daemons:
+                if time.monotonic() - self._looked > UNSEEN_S:
+                    break
+                asked.create_task(self._ask(daemon))
+                await asyncio.sleep(pause_s)
 
     async def _ask(self, daemon: Daemon) -> None:
         row, client, now = daemon.row, self._clients[daemon.row.url], time.monotonic()
-        whole = row.error is not None or now - daemon.whole_at > WHOLE_S
+        whole = now - daemon.whole_at > WHOLE_S
         try:
-            async with self._turn, asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(PATIENCE_S):
                 if row.role == "decode" and row.rank == 0:
-                    daemon.learn(await client.changes(daemon.cursor, limit=1000), now)
+                    daemon.learn(await client.changes(daemon.cursor, limit=1000))
                 if whole:
                     await _ask_whole(daemon, client)
                     daemon.whole_at = now
@@ -214,8 +282,9 @@ class Fleet:
         else:
             row.error = None
         if row.error is not None:  # nothing is told as if it went on
-            row.ready, row.state, daemon.under_way, daemon.peers = False, None, [], []
-            daemon.forget(now)
+            row.ready, row.state, row.unmet, daemon.whole_at = False, None, [], float("-inf")
+            daemon.under_way, daemon.known = [], PeerList(peers=[])
+            daemon.forget()
 
 
 async def _ask_whole(daemon: Daemon, client: RouterClient) -> None:
@@ -224,8 +293,10 @@ async def _ask_whole(daemon: Daemon, client: RouterClient) -> None:
     row.reasons, row.warnings = readiness.reasons, readiness.warnings
     row.version = (await client.info()).version
     row.engine_ids = [engine.engine_id for engine in await client.engines(manifests=False)]
-    if row.role == "decode":
-        daemon.peers = (await client.neighbours()).peers
+    well = row.state is Standing.READY
+    row.failed_lately = None if well else (await client.totals()).failed_lately
+    daemon.known = await client.neighbours() if row.role == "decode" or not well else PeerList(peers=[])
+    row.unmet = daemon.known.unmet
 
 
 def routes(fleet: Fleet, authorize: Callable[[Request], None]) -> APIRouter:
@@ -246,14 +317,14 @@ def record_of(daemons: Sequence[Daemon]) -> FleetRecord:
                 rows.setdefault((daemon.row.engine, pair), []).append(daemon)
     pairs = [_pair_row(prefills.get(pair[0], ""), url, pair, ranks) for (url, pair), ranks in rows.items()]
     pairs.sort(key=lambda row: (not row.failed and not row.failing, row.source, row.source_engine_id, row.destination))
-    ended = [(daemon, each) for daemon in daemons for of_pair in daemon.ended.values() for each in of_pair]
-    failed = [(daemon, each) for daemon, each in ended if each.record.state is TransferState.FAILED]
-    failed.sort(key=lambda both: both[1].at)
-    slow = [(daemon, each) for daemon, each in ended if each.record.state is TransferState.DONE]
-    slow.sort(key=lambda both: _took(both[1].record), reverse=True)
+    ended = [(daemon, of_pair) for daemon in daemons for of_pair in daemon.ended.values()]
+    failed = [(daemon, record) for daemon, each in ended for record in islice(reversed(each.failed.values()), LISTED)]
+    failed.sort(key=lambda both: both[0].ahead_s - (both[1].ended_at or 0.0))
+    slow = [(daemon, each.records[name]) for daemon, each in ended for _, name in each.took[-LISTED:]]
+    slow.sort(key=lambda both: _took(both[1]), reverse=True)
     return FleetRecord(
         asked_at=time.time(), daemons=[daemon.row for daemon in daemons], pairs=pairs,
-        failures=[_transfer_row(*both) for both in failed[: -LISTED - 1 : -1]],
+        failures=[_transfer_row(*both) for both in failed[:LISTED]],
         slow=[_transfer_row(*both) for both in slow[:LISTED]],
     )  # fmt: skip
 
@@ -261,30 +332,31 @@ def record_of(daemons: Sequence[Daemon]) -> FleetRecord:
 def _pair_row(source: str, destination: str, pair: PairKey, ranks: Sequence[Daemon]) -> PairRow:
     """ranks: the daemons of the engine that reads, which know of the pair."""
     under_way = [record for each in ranks for record in each.under_way if _pair(record) == pair]
-    ended = [one.record for each in ranks for one in each.ended.get(pair, ())]
-    states = Counter(record.state for record in ended)
-    took = sorted(_took(record) for record in ended if record.state is TransferState.DONE)
-    errors = (record.error for record in reversed(ended) if record.error is not None)
-    peers = [peer for each in ranks for peer in each.peers if peer.engine_id == pair[0]]
-    paths = (*(record.path for record in reversed(ended)), *(peer.path for peer in peers))
+    ended = next((each.ended[pair] for each in ranks if pair in each.ended), Ended())  # rank 0 alone is asked for them
+    last = next(reversed(ended.failed.values()), None)
+    peers = [peer for each in ranks for peer in each.known.peers if peer.engine_id == pair[0]]
+    silent = [peer for peer in peers if peer.state is PeerState.FAILING]
+    silent += [peer for each in ranks for peer in each.known.lost if peer.engine_id == pair[0]]
+    paths = ended.path, *(peer.path for peer in peers)
     return PairRow(
         source=source, source_engine_id=pair[0], destination=destination, engine_id=pair[1],
         under_way=len(under_way), waits=Counter(r.waits_for.value for r in under_way if r.waits_for is not None),
-        done=states[TransferState.DONE], failed=states[TransferState.FAILED], aborted=states[TransferState.ABORTED],
-        bytes=sum(record.bytes for record in ended), p50_ms=_quantile(took, 0.5), p99_ms=_quantile(took, 0.99),
+        done=ended.states[TransferState.DONE], failed=ended.states[TransferState.FAILED],
+        aborted=ended.states[TransferState.ABORTED], bytes=ended.bytes, p50_ms=_quantile(ended.took, 0.5),
+        p99_ms=_quantile(ended.took, 0.99),
         path=next(filter(None, paths), ""),
-        failing=sorted({peer.rank for peer in peers if peer.state is PeerState.FAILING}),
-        error=next(errors, None),
+        failing=sorted({peer.rank for peer in silent}),
+        error=last.error if last else None,
     )  # fmt: skip
 
 
-def _transfer_row(daemon: Daemon, ended: Ended) -> TransferRow:
-    record, (source, destination) = ended.record, _pair(ended.record)
+def _transfer_row(daemon: Daemon, record: TransferRecord) -> TransferRow:
+    source, destination = _pair(record)
     phases = [(record.phases_ms.get(name, 0.0), name) for name in PHASES]
     longest_ms, longest = max(phases)
     return TransferRow(
         url=daemon.row.url, transfer_id=record.transfer_id, request_id=record.request_id, source_engine_id=source,
-        engine_id=destination, took_ms=record.took_ms or 0.0, longest=longest if longest_ms else "",
+        engine_id=destination, took_ms=_took(record), longest=longest if longest_ms else "",
         longest_ms=longest_ms, ended_at=record.ended_at or 0.0, error=record.error,
     )  # fmt: skip
 
@@ -299,5 +371,5 @@ def _took(record: TransferRecord) -> float:
     return max(0.0, phases.get("total", record.took_ms or 0.0) - phases.get("waiting", 0.0))
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+def _quantile(took: Sequence[tuple[float, str]], share: float) -> float | None:
+    return took[min(len(took) - 1, int(share * len(took)))][0] if took else None

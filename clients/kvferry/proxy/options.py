@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from kvferry import __version__
 from kvferry.flags import add_flags, checked
+from kvferry.tls import proof
 
 DESCRIPTION = """\
 The reference routing proxy of kvferry: one OpenAI-compatible door in front of prefill and decode engines.
@@ -30,7 +33,8 @@ who orders the transfer
 daemons
   Name the REST service of each rank's daemon behind an engine with ,daemon=URL (repeatable, rank 0 first). An order
   goes to the first; when a client leaves or decode refuses, the proxy frees the request's blocks at all of them.
-  Without daemon= those blocks stay held until the lease's ttl.
+  Without daemon= those blocks stay held until the lease's ttl. To daemons with rest_tls (daemon=https://...) the proxy
+  proves itself by --daemon-tls-cert, --daemon-tls-key and --daemon-tls-ca, which it reads when it starts.
 
 fleet
   --fleet   a page at /fleet/, and the same as JSON at /v1/fleet: a row for each pair of engines, what fails, what was
@@ -134,12 +138,17 @@ class Options(BaseModel):
         default="refuse",
         description="what happens when no prefill engine answers: the client is told, or decode computes the prompt",
     )
-    keep_alive_s: Seconds = Field(
-        default=5.0, alias="keep_alive", description="how long a client's idle connection is kept"
+    keep_alive_s: Annotated[int, Field(gt=0, le=86400)] = Field(
+        default=5, alias="keep_alive", examples=["S"], description="how long a client's idle connection is kept"
     )
     max_connections: Count = Field(default=4096, description="to all engines")
     max_body_mb: float = Field(default=32, gt=0, examples=["N"], description="largest request body in MiB")
 
+    daemon_tls_cert: str = Field(
+        default="", examples=["FILE"], description="the proxy's certificate for daemons at https://, PEM"
+    )
+    daemon_tls_key: str = Field(default="", examples=["FILE"], description="its private key, PEM")
+    daemon_tls_ca: str = Field(default="", examples=["FILE"], description="authority of the daemons' certificates, PEM")
     fleet: bool = Field(default=False, description="show what all daemons do, at /fleet/ and /v1/fleet")
 
     @model_validator(mode="after")
@@ -151,6 +160,25 @@ class Options(BaseModel):
                     f"--order router orders at the decode daemons, and --decode {decode.url} names none: {example}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _usable_certificates(self) -> Options:
+        self.daemon_tls  # noqa: B018  its files are read now
+        return self
+
+    @cached_property
+    def daemon_tls(self) -> ssl.SSLContext:
+        """The proxy shows this to daemons at https://, and asks it of them. Raises ValueError."""
+        files = self.daemon_tls_cert, self.daemon_tls_key, self.daemon_tls_ca
+        if not any(files):
+            return httpx.create_ssl_context(trust_env=False)
+        if not all(files):
+            raise ValueError("--daemon-tls-cert, --daemon-tls-key and --daemon-tls-ca go together: give all three")
+        try:
+            return proof(*files)
+        except OSError as error:  # an SSLError too
+            given = f"--daemon-tls-cert {files[0]}, --daemon-tls-key {files[1]}, --daemon-tls-ca {files[2]}"
+            raise ValueError(f"{given} cannot be used ({error}): give a pair, and the daemons' authority") from None
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

@@ -163,9 +163,10 @@ class ModelSource:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder. Raises KvferryError (`malformed_checkpoint`)."""
-    index = folder / "model.safetensors.index.json"
+    index, whole = folder / "model.safetensors.index.json", "model.safetensors"
+    others = [] if (folder / whole).exists() else [each.name for each in folder.glob("*.safetensors")]
     try:
-        held = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
+        held = json.loads(index.read_text())["weight_map"].values() if index.exists() else others or [whole]
         files = [folder / Path(str(name)).name for name in sorted(set(held))]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise Malformed("malformed_checkpoint", f"{index} is not a safetensors index: {error}") from None
@@ -177,25 +178,19 @@ def weight_files(folder: Path) -> list[Path]:
 
 def sample_weights(folder: Path, digest: hashlib._Hash) -> None:
     """Feed a sample of a checkpoint folder's weights: reading 100 GB twice at start is no good trade, so it is 64 pages
-    of each file, its header among them. Raises KvferryError (`malformed_checkpoint`)."""
+    of each file, its header among them, and the first page of every tensor, as norms and biases are small. A file with
+    more than 1024 tensors feeds those with the fewest axes. Raises KvferryError (`malformed_checkpoint`)."""
     for path in weight_files(folder):
         nbytes = path.stat().st_size
         digest.update(f"{path.name} {nbytes}".encode())
-        with path.open("rb") as file:
-            for i in range(_SAMPLES):
-                file.seek(i * max(0, nbytes - _SAMPLE_NBYTES) // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_NBYTES))
-
-
-def sample_tensors(folder: Path, digest: hashlib._Hash) -> None:
-    """Feed the first page of every tensor of a checkpoint folder: `sample_weights` misses norms and biases, which are
-    small. A file with more than 1024 tensors feeds those with the fewest axes. Raises KvferryError
-    (`malformed_checkpoint`)."""
-    for path in weight_files(folder):
         try:
             with path.open("rb") as file:
+                for i in range(_SAMPLES):
+                    file.seek(i * max(0, nbytes - _SAMPLE_NBYTES) // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_NBYTES))
+                file.seek(0)
                 begin = 8 + int.from_bytes(file.read(8), "little")
-                if begin > min(path.stat().st_size, _HEADER_NBYTES):
+                if begin > min(nbytes, _HEADER_NBYTES):
                     raise ValueError(f"a header of {begin} bytes")
                 header = json.loads(file.read(begin - 8))
                 tensors = [

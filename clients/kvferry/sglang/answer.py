@@ -14,6 +14,14 @@ import httpx
 from kvferry.sglang.bootstrap import ASK_S, PATH, Prefill
 
 
+class _At(ThreadingHTTPServer):
+    """At a host of IPv4, or else of IPv6; at `::` for both."""
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = min(each[0] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        super().__init__((host, port), handler)
+
+
 class _Beside(ThreadingHTTPServer):
     """At an abstract Unix socket."""
 
@@ -45,7 +53,7 @@ def answer(host: str, port: int, dp_rank: int, dp_ranks: int, said: Prefill) -> 
         def log_message(self, *_: object) -> None:
             pass
 
-    server = _Beside(beside[dp_rank], Handler) if dp_rank else ThreadingHTTPServer((host, port), Handler)  # type: ignore[arg-type]  # typeshed has no names
+    server = _Beside(beside[dp_rank], Handler) if dp_rank else _At(host, port, Handler)  # type: ignore[arg-type]  # typeshed has no names
     threading.Thread(target=server.serve_forever, name="kvferry-bootstrap", daemon=True).start()
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kvferry.errors import Malformed
 from kvferry.manifest import ManifestBuilder
@@ -47,31 +46,54 @@ def scales(cache_dtype: str, path: str | None) -> dict[str, str]:
 def tables_of(num_tokens: int, page_size: int, *pages: Any) -> dict[str, BlockTable]:
     """The tables of pages that hold the last of these tokens, by group: SGLang says no more of them."""
     stop = -(-num_tokens // page_size)
-    return {str(at): BlockTable.of(np.array(ids), (stop - len(ids)) * page_size) for at, ids in enumerate(pages)}
+    return {str(at): BlockTable.of(ids, (stop - len(ids)) * page_size) for at, ids in enumerate(pages)}
 
 
 def describe(
     builder: ManifestBuilder, cache: Any, window: int, rank: int, ranks: int, heads: Callable[[int], int],
-    cache_dtype: str,
+    cache_dtype: str, draft: tuple[Any, Callable[[int], int]] | None = None,
 ) -> str:  # fmt: skip
     """Add the cache's pools, each a group, and their layers to the manifest. window: tokens that a sliding window has,
     the newest included. heads: how many KV heads a layer has on all ranks. cache_dtype: SGLang's name of the cache
-    type. Returns the encoding of its first pool, which a stage of a pipeline has without layers, too. Raises
-    KvferryError (`unknown_layout`, `unknown_heads`, `unsupported_cache`)."""
+    type. draft: the cache of a draft model, whose pages have the numbers of the first pool's, and its heads. Returns
+    the encoding of the first pool, which a stage of a pipeline has without layers, too. Raises KvferryError
+    (`unknown_layout`, `unknown_heads`, `unsupported_cache`)."""
     describing = Describing(builder, rank, ranks)
     pools = [getattr(cache, name) for name in POOLS if hasattr(cache, name)] or [cache]
-    for group, pool in enumerate(pools):
-        blocks = pool.size // pool.page_size + 1  # page 0 takes what padding writes
-        builder.group(str(group), num_blocks=blocks, block_size=pool.page_size, window=window if group else None)
+
+    def add(group: str, of: Any, pool: Any, heads: Callable[[int], int], whose: str = "") -> None:
         # A pool of latents beside states numbers its layers anew.
-        for layer, number in enumerate(getattr(cache, "full_attention_layer_id_mapping", pool.model_layer_ids)):
-            parts = _attention(pool, layer, number, blocks, ranks, heads(number), cache_dtype)
-            describing.add(str(group), number, parts, f"layer {number}")
+        for layer, number in enumerate(getattr(of, "full_attention_layer_id_mapping", pool.model_layer_ids)):
+            parts = _attention(pool, layer, number, _pages(pool), ranks, heads(number), cache_dtype)
+            named = [replace(part, name=whose + part.name) for part in parts]
+            describing.add(group, number, named, f"{whose}layer {number}")
+
+    for group, pool in enumerate(pools):
+        reach = window if group else None
+        builder.group(str(group), num_blocks=_pages(pool), block_size=pool.page_size, window=reach)
+        add(str(group), cache, pool, heads)
+    if draft is not None:
+        add(GROUP, draft[0], _draft_pool(draft[0], pools[0]), draft[1], "draft.")
     if states := getattr(cache, "mamba_pool", None):
         builder.group(str(len(pools)), kind="state", num_blocks=states.size + 1)
         for layer, number in enumerate(states.mamba_layer_ids):
             describing.add(str(len(pools)), number, _state(states, layer, number, ranks), f"layer {number}")
     return _meaning(pools[0], cache_dtype)
+
+
+def _pages(pool: Any) -> int:
+    return int(pool.size // pool.page_size + 1)  # page 0 takes what padding writes
+
+
+def _draft_pool(cache: Any, target: Any) -> Any:
+    """The pool of a draft model's cache, in which a request's pages have the numbers of the model's. Raises
+    KvferryError (`unsupported_cache`)."""
+    pool = getattr(cache, POOLS[0], cache)
+    if hasattr(cache, POOLS[1]) or (pool.size, pool.page_size) != (target.size, target.page_size):
+        what = f"a draft model's cache is a {type(cache).__name__} of {pool.size} tokens in pages of {pool.page_size}"
+        remedy = f"one pool of {target.size} in pages of {target.page_size} is moved, as the model's: report the model"
+        raise Malformed("unsupported_cache", what, field="draft", value=type(cache).__name__, remedy=remedy)
+    return pool
 
 
 def _meaning(pool: Any, cache_dtype: str) -> str:

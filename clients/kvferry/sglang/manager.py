@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
 from kvferry.errors import Conflict
 from kvferry.handoff import Remembered
-from kvferry.schemas import SourceBody
+from kvferry.schemas import MAX_METADATA, SourceBody
 from kvferry.sglang.answer import answer
 from kvferry.sglang.bootstrap import Prefill, Sources
 from kvferry.sglang.rank import this_rank, unsupported
@@ -33,10 +33,10 @@ PREFILL = PrefillServerInfo(
 """The answer that SGLang wants of an engine that prefills: any rank may ask it."""
 REFUSED = (
     "enable_memory_saver", "enable_kv_cache_sharding", "elastic_ep_backend", "enable_pd_role_switch",
-    "disaggregation_enable_kv_checksum",
+    "disaggregation_enable_kv_checksum", "enable_linear_replayssm", "enable_linear_replayssm_spec",
 )  # fmt: skip
-"""Options of SGLang that move a cache or divide it in a way that no manifest says, let ranks come and go, or compare
-what is not moved: the rest of a page behind its last token."""
+"""Options of SGLang that move a cache or divide it in a way that no manifest says, let ranks come and go, compare
+what is not moved (the rest of a page behind its last token), or keep steps beside a state that it has not taken in."""
 
 
 class Manager(BaseKVManager):
@@ -126,6 +126,7 @@ class BootstrapServer(BaseKVBootstrapServer):
 def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> None:
     """Raises KvferryError (`unsupported_engine`)."""
     parallel, disagg = get_parallel(), get_disagg()
+    beside = sum(args.aux_item_lens)
     states = [each.value for each in args.state_types if each not in (StateType.SWA, StateType.MAMBA)]
     several = mode is DisaggregationMode.PREFILL and parallel.num_dp_ranks > 1
     refused = {
@@ -134,7 +135,8 @@ def _check(args: KVArgs, mode: DisaggregationMode, arguments: ServerArgs) -> Non
         f"--load-balance-method {parallel.load_balance_method} of prefill's DP ranks":
             several and parallel.load_balance_method != "follow_bootstrap_room",
         "context parallelism": max(parallel.attn_cp_size, parallel.dcp_size) > 1,
-        "a draft model's cache": args.num_draft_entries > 0,
+        f"{beside} bytes beside a request's KV (a draft model's hidden states): more than {MAX_METADATA}":
+            beside > MAX_METADATA,
         f"states ({', '.join(states)})": bool(states),
         "--disaggregation-decode-allocation-policy prefill_complete":
             disagg.disaggregation_decode_allocation_policy != "early",

@@ -165,7 +165,8 @@ def _count_step(*_: object, **__: object) -> None:
 
 
 def _note_flush(flushed: bool, scheduler: Any, *_: object, **__: object) -> None:
-    if flushed and (rank := _rank()):
+    storage = scheduler.enable_hicache_storage or scheduler.enable_lmcache  # which keeps what it has
+    if flushed and not storage and (rank := _rank()):
         rank.cached_since = rank.weights.step + 1
 
 

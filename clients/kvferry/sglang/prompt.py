@@ -72,7 +72,13 @@ def _extras(req: Req, adapters: Adapters) -> Iterator[str]:
     if req.lora_id is not None:
         yield f"lora={adapters.digest(req.lora_id, req.lora_id)}"
     if req.input_embeds is not None:
-        yield f"embeds={hashlib.sha256(np.asarray(req.input_embeds, np.float32).tobytes()).hexdigest()}"
+        yield f"embeds={_hashed(req.input_embeds)}"
+    if (placed := req.positional_embed_overrides) is not None:
+        yield f"placed={','.join(map(str, placed.positions))}={_hashed(placed.embeds.float().cpu())}"
+
+
+def _hashed(rows: object) -> str:
+    return hashlib.sha256(np.asarray(rows, np.float32).tobytes()).hexdigest()
 
 
 def handed_over(req: Req, prompt: Prompt) -> tuple[Origin, int]:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_model, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_model, get_parallel, get_serving, get_spec
 from transformers import AutoConfig
 
 from kvferry.blocking import BlockingEngineClient
 from kvferry.errors import KvferryError, Malformed
-from kvferry.fingerprint import checkpoint_name, model_fingerprint
+from kvferry.fingerprint import checkpoint_name, model_fingerprint, turned
 from kvferry.manifest import ManifestBuilder, ModelInfo
 from kvferry.memory import CudaRegion, SharedRegion
 from kvferry.memory.fences import Fence
@@ -93,11 +93,15 @@ class Rank:
             raise unsupported("a cache that is neither MHATokenToKVPool nor MLATokenToKVPool")
         model = ModelConfig.from_server_args(arguments)
         seed = arguments.random_seed if arguments.load_format == "dummy" else None
-        config = _configuration(model, arguments) | scales(cache_dtype, get_model().quantization_param_path)
+        text = _configuration(model, arguments)
+        # SGLang turns all keys of a batch by the factors for long contexts where one of them is.
+        config = text | scales(cache_dtype, get_model().quantization_param_path)
+        config |= turned(text, model.context_len, "long beside a long one")
         known = config, str(model.dtype), model.quantization
         first: dict[str, Any] = {"name": model.model_path, "revision": model.revision, "seed": seed}
+        first["kept_in"] = arguments.download_dir
         fingerprint = self.options.fingerprint or model_fingerprint(*known, **first)
-        self._checkpoint = partial(checkpoint_name, *known)
+        self._checkpoint, self._revision = partial(checkpoint_name, *known), model.revision
         self.weights.registered = self._named(**first)
         builder = ManifestBuilder(
             self.engine_id, self._epoch, ModelInfo(name=model.model_path, fingerprint=fingerprint), rank=self.number,
@@ -106,15 +110,30 @@ class Rank:
         for at, region in enumerate(self._regions):
             builder.region(at, region.kind, nbytes=region.nbytes, address=region.address)
         cache, window = self.queue.token_to_kv_pool, 1 + (self.queue.scheduler.sliding_window_size or 0)
-        self.encoding = describe(builder, cache, window, self.number % self._tp, self._tp, _heads(model), cache_dtype)
+        self.encoding = describe(
+            builder, cache, window, self.number % self._tp, self._tp, _heads(model), cache_dtype, self._draft(arguments)
+        )
         if self.on_gpu:
             self.daemon.open_fences(torch.cuda.current_device())
         for note in self.daemon.register(builder.build()):
             log.warning("%s", note)
 
+    def _draft(self, arguments: ServerArgs) -> tuple[Any, Callable[[int], int]] | None:
+        """A draft model's cache, and its heads; None where there is none, as at all stages of a pipeline but the
+        last."""
+        if (pool := self.queue.draft_token_to_kv_pool) is None:
+            return None
+        spec = get_spec()
+        model = ModelConfig.from_server_args(
+            arguments, model_path=spec.speculative_draft_model_path,
+            model_revision=spec.speculative_draft_model_revision, is_draft_model=True,
+        )  # fmt: skip
+        return pool, _heads(model)
+
     def reloaded(self, folder: str) -> None:
         """The weights are those of this checkpoint by now."""
-        self.weights.reloaded(self._named(name=folder, revision=None))
+        # SGLang reads it by the revision that it was started with, from where it keeps all downloads.
+        self.weights.reloaded(self._named(name=folder, revision=self._revision))
 
     def _named(self, **checkpoint: Any) -> str:
         """A checkpoint's name; none where its files are not laid out as they are known to be."""

@@ -226,18 +226,22 @@ class MapRequest(google.protobuf.message.Message):
     ENGINE_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
+    STRICT_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     epoch: builtins.str
     node: builtins.str
     """the id of the folder that the reader shares with the daemons of its node; empty: none"""
+    strict: builtins.bool
+    """the reader is strict: it is offered the staging arena alone"""
     def __init__(
         self,
         *,
         engine_id: builtins.str = ...,
         epoch: builtins.str = ...,
         node: builtins.str = ...,
+        strict: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "node", b"node"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "epoch", b"epoch", "node", b"node", "strict", b"strict"]) -> None: ...
 
 Global___MapRequest: typing_extensions.TypeAlias = MapRequest
 

@@ -71,8 +71,15 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """Nothing of a prefix is cached here. Published KV stays readable: its weights are the same ones."""
-        self._scheduler.reset()
         return True
+
+    def joined(self) -> None:
+        """It is one of several."""
+        self._scheduler.joined()
+
+    def others_emptied(self) -> None:
+        """All connectors beside this one have forgotten what they had."""
+        self._scheduler.others_emptied()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Address]) -> None:
         self._scheduler.reached_at(metadata)

@@ -73,9 +73,11 @@ def describe(
         recurrent = isinstance(next(iter(iter_layer_specs(spec)), spec), MambaSpec)
         dcp = parallel.decode_context_parallel_size if spec.dcp_sharded else 1
         share = TokenShard(rank=rank % dcp, size=dcp, interleave=parallel.cp_kv_cache_interleave_size)
+        window = get_kv_cache_spec_sliding_window(spec)
         builder.group(
             group, kind="state" if recurrent else "paged", num_blocks=num_blocks, token_shard=share,
-            block_size=1 if recurrent else spec.block_size, window=get_kv_cache_spec_sliding_window(spec),
+            block_size=1 if recurrent else spec.block_size,
+            window=window and window + 1,  # a prompt's last token is computed anew, and looks back at one more
         )  # fmt: skip
         for name in names:
             number, begins = _place(name, specs[name])

@@ -7,16 +7,18 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_interface import MambaSpec, is_full_attention_spec, iter_layer_specs
 from vllm.v1.request import RequestStatus
 
 from kvferry.errors import KvferryError
 from kvferry.handoff import Handoff, Origin, Remembered, answer, lease_name
 from kvferry.tables import BlockTable
-from kvferry.vllm.identity import digest_of
+from kvferry.vllm.identity import digest_of, names_content
 from kvferry.vllm.missed import Missed
 from kvferry.vllm.options import Options
 from kvferry.vllm.step import Address, Load, Publish, Step
@@ -99,9 +101,11 @@ class SchedulerSide:
         """Tokens for which all ranks have a block each, by group."""
         self._early = all(is_full_attention_spec(spec) for spec in specs)
         """Whether blocks stay a request's own until it ends. Others leave it as its window moves on."""
+        self._digest = partial(digest_of, named=names_content(config))
         self._behind = int(caches.has_mamba_layers)
         """How many tokens before the prompt's end a prefill stops: decode computes the last, and no state goes back."""
-        self._alone: bool = config.kv_transfer_config.kv_connector != "MultiConnector"
+        self._alone = True
+        """No other connector is beside this one."""
         self._number = 1
         """The number of the step that is being made."""
         self._cached_since = self._external_since = 1
@@ -158,7 +162,7 @@ class SchedulerSide:
             handoff.remote_num_tokens = 0
             origin = handoff.origin(request.request_id, 0, bytes)
             return origin and replace(origin, digest=self._expected.get(name, b""))
-        digest = self._expected[name] = digest_of(request, handoff.remote_num_tokens or request.num_prompt_tokens)
+        digest = self._expected[name] = self._digest(request, handoff.remote_num_tokens or request.num_prompt_tokens)
         return handoff.origin(request.request_id, request.num_prompt_tokens, lambda _: digest)
 
     def loadable(self, request: Request, computed: int) -> tuple[int | None, bool]:
@@ -264,7 +268,8 @@ class SchedulerSide:
 
     def watch(self, caches: KVCacheManager) -> None:
         """Know from now on when the prefix cache has been reset: with a connector or, as vLLM does it by default,
-        without; and only where it has been, as blocks that requests have keep it from being."""
+        without; and only where it has been, as blocks that requests have keep it from being. Windows keep what the
+        newest token looks back at: a decode computes a prompt's last token anew, though all of its KV has come."""
         reset = caches.reset_prefix_cache
 
         def reset_prefix_cache() -> bool:
@@ -274,9 +279,16 @@ class SchedulerSide:
             return done
 
         caches.reset_prefix_cache = reset_prefix_cache
+        for manager in caches.coordinator.single_type_managers:
+            if isinstance(manager, SlidingWindowManager | ChunkedLocalAttentionManager):
+                manager.get_num_skipped_tokens = partial(_passed, manager.get_num_skipped_tokens)
 
-    def reset(self) -> None:
-        """Other connectors have forgotten what they had, too."""
+    def joined(self) -> None:
+        """Other connectors are beside this one."""
+        self._alone = False
+
+    def others_emptied(self) -> None:
+        """Other connectors have forgotten what they had."""
         self._external_since = self._number
 
     def _computing(self, exchange: Exchange, reached: int, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:
@@ -290,7 +302,7 @@ class SchedulerSide:
             return
         end = min(reached, prompt)
         tables = self._tables(block_ids(request.request_id), 0, end)
-        exchange.digest = exchange.digest or digest_of(request, prompt)
+        exchange.digest = exchange.digest or self._digest(request, prompt)
         num_tokens = self._room(end) if last else end
         self._step.computed.append(self._publish(exchange, tables, num_tokens, exchange.digest, last=last))
         exchange.complete = last
@@ -307,6 +319,8 @@ class SchedulerSide:
         again = self._options.second_turn and not self._behind  # a state may be some tokens ahead of num_tokens
         keep = handoff.do_remote_decode or (handoff.do_remote_prefill and again)
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)  # the newest token has no KV yet
+        if self._behind and request.max_tokens > 1:  # a prompt of one token, which nothing has stopped
+            num_tokens = 0
         if self._early:
             held = (block_ids[group_id] for group_id, _ in self._groups)
             num_tokens = min(num_tokens, *map(_before_a_hole, held, self._spans))
@@ -320,7 +334,7 @@ class SchedulerSide:
         if not exchange.complete:
             metadata = json.dumps({"first_token": first}).encode() if first is not None else b""
             tables = self._tables(block_ids, 0, num_tokens)
-            digest = digest_of(request, num_tokens)
+            digest = self._digest(request, num_tokens)
             self._step.finished.append(self._publish(exchange, tables, room, digest, last=True, metadata=metadata))
         self._step.hold.append(request.request_id)
         if (prompt := _prompt_of(request.request_id)) != request.request_id:
@@ -395,6 +409,11 @@ class SchedulerSide:
             return 0
         wanted = request.num_prompt_tokens - self._behind
         return 0 if self._behind and origin.num_tokens > wanted else min(origin.num_tokens, wanted)
+
+
+def _passed(passed: Callable[[int], int], computed: int) -> int:
+    """How many tokens a window has passed for the newest of `computed` ones. passed: the same for the next one."""
+    return max(0, passed(computed - 1))
 
 
 def _before_a_hole(ids: Sequence[int], span: int) -> int:

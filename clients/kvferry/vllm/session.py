@@ -6,7 +6,7 @@ import asyncio
 import enum
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -60,7 +60,7 @@ class Session:
         self._kept: dict[str, asyncio.Event] = {}
         """Requests that are published, each with what is set when the lease of its last publish has ended."""
         self._loading: dict[str, Load] = {}
-        self._ends: SimpleQueue[tuple[str, End]] = SimpleQueue()
+        self._ends: Queue[tuple[str, End]] = Queue()
         self._together: list[Coroutine[Any, Any, None]] | None = None
         """The calls that were made inside `together` so far; None outside it."""
 

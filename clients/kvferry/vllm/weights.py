@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from vllm import __version__
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
 from kvferry.blocking import BlockingEngineClient
@@ -74,13 +75,17 @@ def watch_worker() -> None:
 
 
 def watch_core() -> None:
-    """Wrap what gives weights their version in this process, and what loads adapters. Idempotent."""
+    """Wrap what gives weights their version in this process, what loads adapters, and what empties other connectors.
+    Idempotent."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
     from vllm.v1.engine.core import EngineCore
 
     if not hasattr(EngineCore, "kvferry_watched"):
         EngineCore.kvferry_watched = True
         _wrap(EngineCore, "set_weight_version", _naming)
         _wrap(EngineCore, "add_lora", _adding)
+        _wrap(MultiConnector, "bind_kv_cache_manager", _joining)
+        _wrap(MultiConnector, "reset_cache", _emptying)
 
 
 def _wrap(holder: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -111,6 +116,32 @@ def _adding(add: Callable[..., Any]) -> Callable[..., Any]:
         return done
 
     return added
+
+
+def _joining(bind: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM gives each of several connectors a configuration in which it is alone."""
+
+    @functools.wraps(bind)
+    def joined(several: Any, caches: Any) -> None:
+        for each in several._connectors:
+            getattr(each, "joined", lambda: None)()
+        bind(several, caches)
+
+    return joined
+
+
+def _emptying(empty: Callable[..., Any]) -> Callable[..., Any]:
+    """All are emptied if none fails, and each knows how: vLLM takes no answer for a good one."""
+
+    @functools.wraps(empty)
+    def emptied(several: Any) -> Any:
+        done = empty(several)
+        if done and all(type(each).reset_cache is not KVConnectorBase_V1.reset_cache for each in several._connectors):
+            for each in several._connectors:
+                getattr(each, "others_emptied", lambda: None)()
+        return done
+
+    return emptied
 
 
 def _replacing(replace: Callable[..., Any]) -> Callable[..., Any]:

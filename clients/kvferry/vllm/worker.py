@@ -33,6 +33,12 @@ MIXED = (
     "mixed_weights: other weights, which have been replaced, computed what the prefix cache has of it "
     "(reset the prefix cache: docs/vllm.md)"
 )
+UNSUPPORTED = {
+    "prefill_context_parallel_size": "all ranks of prefill context parallelism would be one here (DCP is described)",
+    "enable_sleep_mode": "vLLM would give back memory that the daemon reads, and come back with another",
+    "hisparse_config": "HiSparse keeps the cache in memory of the host that the daemon does not have",
+}
+"""Options of vLLM with which a worker does not start, and why."""
 LINGER_S = 0.005
 """How long a new request may have to wait for an engine that has nothing to compute."""
 
@@ -51,10 +57,9 @@ class WorkerSide:
         self._options = options
         self._device: str = config.device_config.device_type
         parallel = config.parallel_config
-        if (ranks := parallel.prefill_context_parallel_size) > 1:  # they would all be one rank here
-            what, remedy = "kvferry does not describe prefill context parallelism", "start vLLM without it, or use DCP"
-            field = "prefill_context_parallel_size"
-            raise Malformed("unsupported_engine", what, field=field, value=ranks, remedy=remedy)
+        for refused, value in _unsupported(config).items():
+            what, remedy = f"vLLM has {refused}: {UNSUPPORTED[refused]}", "start vLLM without it"
+            raise Malformed("unsupported_engine", what, field=refused, value=value, remedy=remedy)
         self._tp_rank, self._tp = get_tp_group().rank_in_group, parallel.tensor_parallel_size
         self._rank = get_pp_group().rank_in_group * self._tp + self._tp_rank
         self._world_size = parallel.pipeline_parallel_size * self._tp
@@ -171,3 +176,14 @@ class WorkerSide:
         self._daemon.close()
         if isinstance(self._memory, SharedRegion | CudaRegion):
             self._memory.close()
+
+
+def _unsupported(config: VllmConfig) -> dict[str, object]:
+    """Options of UNSUPPORTED that the engine has."""
+    ranks = config.parallel_config.prefill_context_parallel_size
+    asked = {
+        "prefill_context_parallel_size": ranks if ranks > 1 else 0,
+        "enable_sleep_mode": config.model_config.enable_sleep_mode,
+        "hisparse_config": config.attention_config.hisparse_config,
+    }
+    return {name: value for name, value in asked.items() if value}

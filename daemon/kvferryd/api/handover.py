@@ -165,7 +165,8 @@ class Handovers:
                 try:
                     told = await self._told(connection, files)
                     if told.pipe and self._pipe is not None:
-                        pipe, own = self._pipe(told.session), connection.dup()
+                        own = connection.dup()  # first: what fails here leaves the session without a pipe
+                        pipe = self._pipe(told.session)
                     reply, giving = self._reply(told, files)
                 except KvferryError as error:
                     reply = engine_pb2.HandoverReply(problem=problem_to_proto(error))

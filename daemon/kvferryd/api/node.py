@@ -3,7 +3,6 @@ they share. No namespace need be common. The ticket for them is told to a peer t
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,11 +12,10 @@ from kvferry.file import File
 from kvferry.memory.handover import SUFFIX
 from kvferryd.api.handover import Handovers
 from kvferryd.config import bad_config
-from kvferryd.memory.node import NodeDir
+from kvferryd.memory.node import NodeDir, is_dead
 from kvferryd.observe import logs
 
 log = logs.get(__name__)
-CONNECT_S = 0.2
 MOST = 4096
 """Descriptors that are offered to a peer at once."""
 
@@ -70,16 +68,8 @@ class NodeSocket:
         for path in self._node.of_before(self._gpu):
             self._remove(path)
         for path in self._node.of_this_kernel():
-            if path.suffix != SUFFIX:  # it may be about to listen
-                continue
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(CONNECT_S)
-                try:
-                    probe.connect(str(path))
-                except ConnectionRefusedError:
-                    self._remove(path)
-                except OSError:  # it is being removed, or has many callers
-                    continue
+            if path.suffix == SUFFIX and is_dead(path):  # without SUFFIX it may be about to listen
+                self._remove(path)
 
     def _remove(self, path: Path) -> None:
         try:

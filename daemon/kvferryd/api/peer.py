@@ -39,7 +39,6 @@ from kvferryd.staging.share import pairing_of, prepare_gather
 from kvferryd.transfers.order import attempt_from_proto, check_source, order_from_proto, reservation_from_proto
 from kvferryd.transfers.record import json_of, share_of
 from kvferryd.transfers.transfer import Transfer
-from kvferryd.transport import ucx
 
 log = logs.get(__name__)
 PROGRESS_S = 0.1
@@ -54,13 +53,12 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         """node: where the other daemons of this node fetch descriptors."""
         self._ferry, self._callers, self._node = ferry, callers, node
         self.admit, self.sent_away = callers.enter, callers.ended
-        self._ucx = ucx.listens_at()
 
     @unary
     async def Handshake(self, request: peer_pb2.HandshakeRequest, context: Context) -> peer_pb2.HandshakeReply:
         version = protocol(request.protocol_min, request.protocol_max)
         engine = self._ferry.registry.get(request.engine_id or None)
-        await engine.until_whole(_left(context, self._ferry.config.connect_timeout_s))
+        await engine.roster.until_whole(_left(context, self._ferry.config.connect_timeout_s))
         await self._ferry.peers_known.try_reader(request, _left(context, self._ferry.config.connect_timeout_s))
         if request.staging:
             await engine.need_arena(_left(context, self._ferry.config.connect_timeout_s) / 2)
@@ -70,7 +68,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         return peer_pb2.HandshakeReply(
             protocol=version, version=__version__, manifest=manifest,
             agent_name=engine.agent.name, agent_metadata=engine.agent_metadata,
-            members=_members(engine.members, engine.epoch),
+            members=_members(engine.roster.addresses, engine.epoch),
             regions=[
                 peer_pb2.RegionAddress(
                     id=id, address=region.span.address, nbytes=region.span.nbytes, kind=KINDS[region.span.kind],
@@ -78,7 +76,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
                 )
                 for id, region in readable.items()
             ],
-            staging=_staging(engine.arena) if engine.arena else None, several=True, ucx=self._ucx,
+            staging=_staging(engine.arena) if engine.arena else None, several=True, ucx=engine.agent.listens_at,
             rest=self._ferry.config.rest_url if self._ferry.config.share_rest else "",
         )  # fmt: skip
 
@@ -114,10 +112,11 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     @stream
     async def Map(self, request: peer_pb2.MapRequest, context: Context) -> AsyncIterator[peer_pb2.MapReply]:
         engine = self._of_epoch(request.engine_id, request.epoch)
-        reply, arena, strict = peer_pb2.MapReply(), engine.arena, self._ferry.config.strict
+        reply, arena, strict = peer_pb2.MapReply(), engine.arena, self._ferry.config.strict or request.strict
         apart = _apart(self._ferry.node, request.node)
         if strict:
-            reply.refusal = "the source is strict: it lets peers read staging slots only"
+            whose = "source" if self._ferry.config.strict else "reader"
+            reply.refusal = f"the {whose} is strict: nothing but staging slots is read"
         if self._node is not None and not apart:
             reply.socket, reply.session = self._node.name, secrets.token_urlsafe(16)
         slots = [] if arena is None else [(0, arena.region)]
@@ -251,7 +250,7 @@ class PeerService(peer_pb2_grpc.PeerServicer):
         check_request_id(request.request_id)
         engine = self._ferry.registry.get(request.engine_id)
         why = shorten(request.reason, LONGEST) or "by a peer"
-        from_rank = engine.has_rank_with(request.key)
+        from_rank = engine.roster.has(request.key)
         if request.HasField("attempt"):
             attempt, name = attempt_from_proto(request.attempt), request.request_id
             ended = from_rank and self._ferry.jobs.abort_attempt(engine, name, attempt, why, failed=request.failed)
@@ -285,13 +284,13 @@ class PeerService(peer_pb2_grpc.PeerServicer):
     async def Prewarm(self, request: peer_pb2.PrewarmRequest, context: Context) -> peer_pb2.PrewarmReply:
         engine, source = self._rank_of(request.engine_id, request.key), request.source
         check_source(source, self._ferry.config.allow_peers)
-        await self._ferry.peers_known.get(engine, source.engine_id, source.address)
+        await self._ferry.peers_known.of(engine).get(source.engine_id, source.address)
         return peer_pb2.PrewarmReply()
 
     def _rank_of(self, engine_id: str, key: bytes) -> Engine:
         """The engine, for the daemon of another of its ranks. Raises KvferryError (`not_a_rank`)."""
         engine = self._ferry.registry.get(engine_id)
-        if not engine.has_rank_with(key):
+        if not engine.roster.has(key):
             why, remedy = f"only ranks of engine {engine.engine_id} hand on its orders", "POST /v1/transfers"
             raise Forbidden("not_a_rank", why, field="key", remedy=remedy)
         return engine

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = arguments.parts or [name for name in PARTS if name not in ("gpu", "first", "again", "peers")]
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:
-        parser.error(f"there is no part {unknown[0]}: choose from {', '.join(PARTS)}")
+        parser.error(f"there is no part {unknown[0]}: choose from {', '.join((*PARTS, *PROGRAMS))}")
     options = Options(
         arguments.quick, arguments.case, arguments.json, arguments.device, arguments.checksum, arguments.peers
     )

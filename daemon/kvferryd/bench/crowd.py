@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 
 from kvferry.manifest import Manifest, ManifestBuilder, ModelInfo
+from kvferry.protocol.roster_events import Member
 from kvferry.protocol.session_events import Rank
 from kvferry.rpc import PEER_OPTIONS, PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
@@ -27,6 +28,7 @@ from kvferryd.bench.child import tell
 from kvferryd.config import Config
 from kvferryd.copy.sums import Sums
 from kvferryd.engine import Engine
+from kvferryd.engine.membership import Membership
 from kvferryd.ferry import Ferry
 from kvferryd.leases.leases import Leases
 from kvferryd.observe.metrics import Metrics
@@ -73,9 +75,8 @@ async def _source(number: int, metrics: Metrics) -> dict[str, str]:
     agent, metadata = await _agent(rank, region.span, leases.words.span)
     # Registering does more than this only for an engine that reads.
     session.engine = Engine(
-        *rank, session, manifest(rank.engine_id, rank.epoch, region.span.address), agent, metadata,
-        leases, strict=False, arena=None, runner=None, unmapped="host memory", notes=(), members={0: address},
-        make_arena=None, sums=Sums(),
+        session, Membership(rank, {0: Member(address)}), manifest(rank.engine_id, rank.epoch, region.span.address),
+        agent, metadata, leases, Sums(),
     )  # fmt: skip
     peer_pb2_grpc.add_PeerServicer_to_server(PeerService(ferry, Callers(config.allow_peers, None)), server)
     await server.start()

@@ -3,7 +3,8 @@
     kvferry bench fleet [--pairs 64] [--pages 4]
 
 Every daemon is a process of its own with an engine, and every pair hands one request over before anybody looks. A page
-asks as the fleet page does. Rows: nobody looks, one page, and so many pages.
+asks as the fleet page does. Rows: nobody looks, one page, and so many pages. p99, of nobody's: a ratio, to the first
+row's p99.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from kvferryd.demo.fleet import DaemonService, Fleet, Service
 PAGE_S, PROBE_S, FOR_S, READY_S = 2.0, 0.05, 20.0, 120.0
 STARTED_AT_ONCE = 4
 COLUMNS = (
-    "pages", "KB an answer", "answer p50 ms", "/healthz p50 ms", "p99 ms", "proxy's CPU", "CPU of each daemon",
-    "pairs told", "daemons that do not answer",
+    "pages", "KB an answer", "answer p50 ms", "/healthz p50 ms", "p99 ms", "p99, of nobody's", "proxy's CPU",
+    "CPU of each daemon", "pairs told", "daemons that do not answer",
 )  # fmt: skip
 
 
@@ -57,9 +58,10 @@ async def _measure(pairs: int, pages: int, seconds: float) -> int:
         proxy, daemons = _proxy(fleet, of_pairs), list(chain(*of_pairs))
         await fleet.ready(proxy, timeout_s=READY_S)
         print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
-        missing = 0
+        missing, of_nobody = 0, 0.0
         for looking in sorted({0, 1, pages}):
-            cells, told = await _row(proxy, daemons, looking, seconds)
+            cells, told, p99 = await _row(proxy, daemons, looking, seconds, of_nobody)
+            of_nobody = of_nobody or p99
             print(f"| {' | '.join(cells)} |", flush=True)
             missing += looking > 0 and told != (pairs, 0)
     return 1 if missing else 0
@@ -90,9 +92,10 @@ def _proxy(fleet: Fleet, of_pairs: Sequence[tuple[DaemonService, DaemonService]]
 
 
 async def _row(
-    proxy: Service, daemons: Sequence[DaemonService], pages: int, seconds: float
-) -> tuple[list[str], tuple[int, int]]:
-    """The cells; and the pairs that the last answer told, and the daemons in it that did not answer."""
+    proxy: Service, daemons: Sequence[DaemonService], pages: int, seconds: float, of_nobody: float
+) -> tuple[list[str], tuple[int, int], float]:
+    """The cells; the pairs that the last answer told, and the daemons in it that did not answer; and p99 of /healthz.
+    of_nobody: the same while nobody looks, 0 where this is it."""
     until, answers = time.monotonic() + seconds, list[tuple[float, httpx.Response]]()
     before, began = (cpu_s([proxy]), cpu_s(daemons)), time.monotonic()
     async with httpx.AsyncClient(base_url=proxy.url, trust_env=False, timeout=30) as http:
@@ -118,17 +121,18 @@ async def _row(
     used = (cpu_s([proxy]) - before[0]) / took, (cpu_s(daemons) - before[1]) / took / len(daemons)
     last = answers[-1][1].json() if answers else {"pairs": [], "daemons": []}
     told = len(last["pairs"]), sum(row["error"] is not None for row in last["daemons"])
-    return list(_cells(pages, answers, probed, used, told)), told
+    p99 = quantiles(probed, n=100)[98]
+    return list(_cells(pages, answers, (median(probed), p99), p99 / (of_nobody or p99), used, told)), told, p99
 
 
 def _cells(
-    pages: int, answers: Sequence[tuple[float, httpx.Response]], probed: Sequence[float], used: tuple[float, float],
-    told: tuple[int, int],
+    pages: int, answers: Sequence[tuple[float, httpx.Response]], probed: tuple[float, float], ratio: float,
+    used: tuple[float, float], told: tuple[int, int],
 ) -> Iterator[str]:  # fmt: skip
     yield str(pages)
     yield f"{median(len(answer.content) for _, answer in answers) / 1e3:.0f}" if answers else ""
     yield f"{1e3 * median(seconds for seconds, _ in answers):.1f}" if answers else ""
-    yield f"{1e3 * median(probed):.1f}"
-    yield f"{1e3 * quantiles(probed, n=100)[98]:.1f}"
+    yield from (f"{1e3 * each:.1f}" for each in probed)
+    yield f"{ratio:.2f}"
     yield from (f"{share:.1%}" for share in used)
     yield from (str(each) if answers else "" for each in told)

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvferry import __version__
 from kvferry.errors import Malformed
 from kvferry.router import RouterClient
+from kvferry.tls import proof
 from kvferryd.config import Config, bad_config
 
 DONE, NOT_SO = 0, 1
@@ -44,13 +45,11 @@ def _tls(config: Config) -> ssl.SSLContext | None:
         return None
     certificate, key, authority = config.tls
     try:
-        context = ssl.create_default_context(cafile=authority)
-        context.load_cert_chain(certificate, key)
-    except (ssl.SSLError, OSError) as error:
+        return proof(certificate, key, authority)
+    except OSError as error:  # an SSLError too
         remedy = "tls_cert and tls_key are a pair, tls_ca the authority that signed the daemon's certificate"
         why = f"the certificates cannot be used: {error}"
         raise bad_config("tls_cert", certificate, why, remedy) from None
-    return context
 
 
 def bad_argument(flag: str, value: object, remedy: str) -> Malformed:

@@ -187,7 +187,8 @@ def _parser() -> argparse.ArgumentParser:
         "--ready", action="store_true", help="only whether it is ready: 0, also with warnings or failures, or 1"
     )
     transfers = asking(
-        "transfers", "what moves and what has moved", "Lists transfers, unfinished ones first.",
+        "transfers", "what moves and what has moved",
+        "Lists what this daemon reads and has read, unfinished transfers first. Ask the daemon of the decode engine.",
         "kvferry transfers --watch", "kvferry transfers --state failed --json",
     )  # fmt: skip
     transfers.add_argument("--request-id", metavar="ID", help="only those of one request")
@@ -216,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         " deaths, upgrades and drains between; then the same of each peer.",
         "kvferry history", "kvferry history --hours 24", "kvferry history --json",
     )  # fmt: skip
-    history.add_argument("--hours", type=int, choices=range(1, 25), default=1, metavar="N", help="1 to 24 (default: 1)")
+    history.add_argument("--hours", type=among(1, 24), default=1, metavar="N", help="1 to 24 (default: 1)")
     peers = asking(
         "peers", "whom the daemon reads from, how they fare, and who reads here",
         "Lists peers, those that do not answer first, and readers; with --prewarm shakes hands first, with --forget"
@@ -283,6 +284,17 @@ def looks(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no whole number, 0 or more")
     return int(text)
+
+
+def among(first: int, last: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number from first to last."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or not first <= int(text) <= last:
+            raise argparse.ArgumentTypeError(f"{text} is not from {first} to {last}")
+        return int(text)
+
+    return number
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -138,7 +138,7 @@ def engine_socket(config: Config) -> Iterator[Finding]:
     folder = next(each for each in path.parents if each.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         yield wrong(f"engine_socket = {path} cannot be made: {folder} is no folder this user may write to",
-                    "give the folder to this user, or name another engine_socket")  # fmt: skip
+                    "give the folder to this user, or name another engine_socket (kvferry host: --folder)")  # fmt: skip
     elif path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
         yield wrong(f"what is at engine_socket = {path} is no socket", "name a path where nothing is")
 

@@ -121,9 +121,9 @@ def _row(state: str, peer: PeerRecord) -> tuple[str, ...]:
 
 
 def _phases(peer: PeerRecord) -> str:
-    """p99 of each phase, and the worst of five minutes."""
+    """p99 of the last 100 transfers, and the worst of five minutes, by phase."""
     said = (f"{name} {duration(each.p99_ms)}/{duration(each.worst_ms)}" for name, each in peer.phases.items())
-    return f"{peer.engine_id} rank {peer.rank}: p99/worst of 5 min: {', '.join(said)}"
+    return f"{peer.engine_id} rank {peer.rank}: p99 of the last 100/worst of 5 min: {', '.join(said)}"
 
 
 def _error(whom: str, failures: int, error: ErrorBody, at: float | None) -> str:

@@ -47,22 +47,27 @@ async def ranks_of(config: Config, daemon: RouterClient) -> list[Rank]:
     """The ranks of every engine that the daemon serves, by engine and rank."""
     engines = await daemon.engines()
     wanted = [
-        (engine.engine_id, rank, daemon.url if rank == engine.rank else engine.rest.get(rank, ""))
+        (engine, rank, daemon.url if rank == engine.rank else engine.rest.get(rank, ""))
         for engine in engines
         for rank in range(engine.world_size)
     ]
     return await asyncio.gather(*(_asked(config, *each) for each in wanted))
 
 
-async def _asked(config: Config, engine_id: str, rank: int, url: str) -> Rank:
+async def _asked(config: Config, engine: EngineRecord, rank: int, url: str) -> Rank:
+    engine_id = engine.engine_id
     found = Rank(engine_id=engine_id, rank=rank, rest=url)
+    if rank in engine.gone:
+        remedy = "start its daemon again with the same roster; if it runs, see /readyz there"
+        found.error = ErrorBody(code="rank_left", message=f"it was at {engine.gone[rank]}", remedy=remedy)
+        return found
+    if not url:
+        found.error = ErrorBody(
+            code="unknown_rest", message="its REST address is not known here",
+            remedy="see that it has joined; a daemon whose `rest` is loopback is asked on its own host",
+        )  # fmt: skip
+        return found
     try:
-        if not url:
-            found.error = ErrorBody(
-                code="unknown_rest", message="its REST address is not known here",
-                remedy="see that it has joined; a daemon whose `rest` is loopback is asked on its own host",
-            )  # fmt: skip
-            return found
         async with at(config, url) as daemon:
             engines, ready, totals = await asyncio.gather(daemon.engines(), daemon.ready(), daemon.totals())
     except KvferryError as error:

@@ -7,7 +7,17 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvferry.schemas import DrainStatus, EngineRecord, FailedRequest, Info, Readiness, Standing, Totals, TransferState
+from kvferry.schemas import (
+    DrainStatus,
+    EngineRecord,
+    FailedRequest,
+    Info,
+    LeaseState,
+    Readiness,
+    Standing,
+    Totals,
+    TransferState,
+)
 from kvferryd.commands.ask import DONE, NOT_SO, client
 from kvferryd.commands.here import Here, all_here, here_text
 from kvferryd.commands.ranks import Rank, ranks_of, ranks_text
@@ -81,7 +91,7 @@ def verdict(ready: Readiness, totals: Totals | None = None) -> str:
 
 
 def _figures(info: Info, left: DrainStatus, totals: Totals) -> Iterator[str]:
-    failed = totals.transfers.get(TransferState.FAILED, 0)
+    failed, unread = totals.transfers.get(TransferState.FAILED, 0), totals.leases.get(LeaseState.EXPIRED, 0)
     arena = f"{size(totals.staging_bytes)} ({size(totals.staging_used_bytes)} in use)"
     held_back = f"{size(totals.quarantined_bytes)} in quarantine, {size(totals.unfreed_bytes)} not given back"
     rows = {
@@ -93,7 +103,8 @@ def _figures(info: Info, left: DrainStatus, totals: Totals) -> Iterator[str]:
         "up": duration(info.uptime_s * 1000),
         "left": f"{count(left.leases, 'lease')}, {count(left.transfers, 'transfer')}",
         "moved": f"{size(totals.read_bytes)} read, {size(totals.served_bytes)} served",
-        "remembered": f"{totals.transfers.get(TransferState.DONE, 0)} done, {failed} failed",
+        "remembered": f"{totals.transfers.get(TransferState.DONE, 0)} done, {failed} failed"
+        + (f", {count(unread, 'lease')} expired unread" if unread else ""),
         "memory": f"arenas {arena}, process {size(totals.process_bytes)}",
     }
     if totals.quarantined_bytes or totals.unfreed_bytes:

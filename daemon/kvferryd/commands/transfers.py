@@ -13,6 +13,8 @@ from kvferryd.commands.ask import DONE, bad_argument, client
 from kvferryd.commands.say import CLEAR, as_json, duration, moment, rate, size, table
 from kvferryd.config import Config
 
+NONE = "no transfers: the daemon that reads lists them, decode's; `kvferry leases` has what is read from this one"
+
 
 async def transfers(config: Config, arguments: argparse.Namespace) -> int:
     state = _state(arguments.state)
@@ -50,7 +52,7 @@ def transfer_table(records: Sequence[TransferRecord]) -> str:
             duration(_total_ms(record)), duration(record.phases_ms.get("waiting", 0.0)), moment(record.created_at), why,
         ))  # fmt: skip
     numbers, what = ("ATTEMPT", "LEASE"), ("FROM", "TO", "PATH", "BYTES", "RATE", "TOTAL", "WAITED", "BEGAN", "ERROR")
-    return table(("STATE", "REQUEST", *numbers, *what), rows, "no transfers", bad=(TransferState.FAILED,))
+    return table(("STATE", "REQUEST", *numbers, *what), rows, NONE, bad=(TransferState.FAILED,))
 
 
 def _total_ms(record: TransferRecord) -> float:

@@ -57,7 +57,7 @@ class Config(BaseModel):
 
     rest: Listen = _about("127.0.0.1:7410", "where the REST API and the status page listen")
     peer: Listen = _about("127.0.0.1:7411", "where other daemons reach this one")
-    advertise: Dial = _about("", "the address given to other daemons; default: that of peer")
+    advertise: Dial = _about("", "the address given to other daemons, in place of that of peer")
     engine_socket: Socket = _about(Path("/run/kvferry/engine.sock"), "Unix socket for engines, mode 0600")
     device: Device = _about("cpu", "the GPU this daemon runs beside, or cpu for host memory")
     node_dir: NodeDir = _about(
@@ -290,7 +290,7 @@ def _phrase(name: str, fault: Mapping[str, Any]) -> tuple[str, str]:
     """(what is wrong, what to do) of what pydantic has found."""
     if fault["type"] == "extra_forbidden":
         meant = f"did you mean {nearest(name)}?" if nearest(name) else ""
-        return "is not a setting", meant or "remove it; docs/operations.md lists all settings"
+        return "is not a setting", meant or "remove it; docs/reference/settings.md lists all settings"
     why = str(fault.get("ctx", {}).get("error", re.sub(r"^(Input|String) ", "", fault["msg"])))
     return "is none of the choices" if fault["type"] == "literal_error" else why, f"write {form(OPTIONS[name]).text}"
 

@@ -9,6 +9,7 @@ so words that have changed places are too.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -114,9 +115,14 @@ class Sums:
         self._worker = Worker("sums", end=self._unmake)
 
     async def of(self, chunks: Callable[[], Sequence[Chunk]], pack: Pack) -> list[int]:
-        """The sum of each chunk. chunks: called on the thread too. Raises KvferryError."""
+        """The sum of each chunk. chunks: called on the thread too, unless the caller has gone by then. Raises
+        KvferryError."""
         self._check_open()
-        return await submit(self._worker.put, lambda: self._of(chunks, pack), typed)
+        gone = threading.Event()
+        try:
+            return await submit(self._worker.put, lambda: [] if gone.is_set() else self._of(chunks, pack), typed)
+        finally:
+            gone.set()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -16,6 +16,7 @@ import ctypes
 import itertools
 import os
 import random
+import select
 import shutil
 import signal
 import socket
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -63,11 +64,20 @@ class Service:
         return "\n".join(text.splitlines()[-lines:]) or "(its log is empty)"
 
     def signal(self, number: signal.Signals) -> None:
-        """To its whole process group; nothing when that is gone."""
-        try:
+        """To its whole process group; to nobody once it was waited for: from then on the number may be another's."""
+        if self.process.returncode is None:
             os.killpg(self.process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            return
+
+    def until_ended(self, timeout_s: float) -> bool:
+        """Whether it ends by then. Its number stays its own: it is not waited for."""
+        if self.process.returncode is not None:
+            return True
+        ended, poll = os.pidfd_open(self.process.pid), select.poll()
+        try:
+            poll.register(ended, select.POLLIN)
+            return bool(poll.poll(timeout_s * 1000))
+        finally:
+            os.close(ended)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +98,9 @@ class ServiceError(Internal):
 
 class Fleet:
     """directory: for sockets and logs; a temporary one, removed by `close`, where none is given."""
+
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    """Starts a process; tests start many, and have a quicker one."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory or Path(tempfile.mkdtemp(prefix="kvferry-"))
@@ -214,18 +227,16 @@ class Fleet:
 
     def ended(self) -> list[Service]:
         """Services whose process is gone."""
-        return [service for service in self.services if service.process.poll() is not None]
+        return [service for service in self.services if service.until_ended(0)]
 
     def close(self) -> None:
         """End every process, at most STOP_S politely, then by force; remove the directory unless logs are kept."""
         for service in reversed(self.services):
-            service.process.terminate()  # not its group: an engine ends its own workers
+            if service.process.returncode is None:
+                os.kill(service.process.pid, signal.SIGTERM)  # not its group: an engine ends its own workers
         deadline = time.monotonic() + STOP_S
         for service in self.services:
-            try:
-                service.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
+            service.until_ended(max(0.0, deadline - time.monotonic()))
         for service in self.services:
             service.signal(signal.SIGKILL)  # also what a process left behind in its group
             service.process.wait()
@@ -235,18 +246,20 @@ class Fleet:
         if not self.keep_logs:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def free_port(self) -> int:
-        """A port that nobody listens on, and that no fleet on this host is given before this one is closed."""
+    def free_port(self, *beside: int) -> int:
+        """A port that nobody listens on, and that no fleet on this host is given before this one is closed. beside: so
+        far from it are others of which the same holds."""
         for port in random.sample(PORTS, len(PORTS)):
-            if (claim := _claimed(port)) is not None:
-                self._ports.append(claim)
+            claims = [_claimed(port + each) for each in (0, *beside)]
+            self._ports += filter(None, claims)
+            if None not in claims:
                 return port
         raise Full("no_free_port", f"no port of {PORTS} is free", remedy="end what listens on them")
 
     def _start(self, name: str, command: Sequence[str]) -> tuple[subprocess.Popen[bytes], Path]:
         log = next(path for path in self._logs(name) if not path.exists())
         with log.open("wb") as output:
-            process = subprocess.Popen(  # noqa: S603  # our own programs
+            process = type(self).popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -305,7 +318,7 @@ def _ended(service: Service) -> ServiceError:
 async def _up(http: httpx.AsyncClient, service: Service, path: str, deadline: float) -> None:
     said = "no answer"
     while True:
-        if service.process.poll() is not None:
+        if service.until_ended(0):
             raise _ended(service)
         try:
             response = await http.get(service.url + path)

@@ -45,7 +45,7 @@ class Fences:
             raise Malformed("malformed_handover", "a page of fences is one file", field="ticket", value=value)
         self._map = map_sealed(files[0], NBYTES, prot=mmap.PROT_READ)
         self._words = np.frombuffer(self._map, dtype=np.uint64)
-        self._inbox: queue.SimpleQueue[_Wait | None] = queue.SimpleQueue()
+        self._inbox: queue.Queue[_Wait | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="fences", daemon=True)
         self._thread.start()
 

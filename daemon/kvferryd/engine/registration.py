@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-import hmac
-import secrets
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -14,8 +11,9 @@ from dataclasses import dataclass, field
 from kvferry.errors import Conflict, KvferryError, Unavailable
 from kvferry.manifest import Manifest, ManifestError
 from kvferry.memory import cuda
+from kvferry.protocol.roster_events import Member
 from kvferry.protocol.values import Account
-from kvferry.v1 import layout_pb2, peer_pb2
+from kvferry.v1 import layout_pb2
 from kvferry.wire import manifest_to_proto
 from kvferryd.aio import beside
 from kvferryd.config import Config
@@ -25,6 +23,7 @@ from kvferryd.copy.cuda import erase
 from kvferryd.copy.runner import STAGING_FACTOR, Copies, Runner
 from kvferryd.copy.sums import Sums
 from kvferryd.ending import Step
+from kvferryd.engine.membership import Membership
 from kvferryd.engine.session import Session
 from kvferryd.leases.leases import Leases, OnServed
 from kvferryd.memory import Provider
@@ -45,47 +44,47 @@ COMPONENT_AS = 128
 class Engine:
     """A rank of an engine in one session. Owns its agent, with which every read ends that could touch the memory."""
 
-    engine_id: str
-    epoch: str
-    rank: int
-    world_size: int
     session: Session
+    roster: Membership
     manifest: Manifest
     agent: Agent
     agent_metadata: bytes
     leases: Leases
-    strict: bool
-    """Peers read staging slots only."""
-    arena: Arena | None
-    runner: Runner | None
-    """Copies on the GPU of the engine's regions."""
-    unmapped: str
-    """Why there is no runner."""
-    notes: tuple[str, ...]
-    members: dict[int, str]
-    """The daemons of the engine's ranks, as far as they are known."""
-    instances: dict[int, str] = field(default_factory=dict, init=False)
-    """Their instances, by rank."""
-    draining: frozenset[int] = field(default=frozenset(), init=False)
-    """Ranks whose daemons take no new transfers, as the roster has it."""
-    make_arena: MakeArena | None
-    """How to have an arena once one is needed; None where there is one, or must be none."""
     sums: Sums
+    strict: bool = False
+    """Peers read staging slots only."""
+    arena: Arena | None = None
+    make_arena: MakeArena | None = None
+    """How to have an arena once one is needed; None where there is one, or must be none."""
+    runner: Runner | None = None
+    """Copies on the GPU of the engine's regions."""
+    unmapped: str = "this engine's memory is host memory"
+    """Why there is no runner."""
+    notes: tuple[str, ...] = ()
     copies: Copies = field(default_factory=HostCopies)
     """Into its regions, without an arena."""
     pairings: Pairings = field(default_factory=Pairings)
-    roster_key: bytes = b""
-    """Known to the daemons of its ranks only; empty until this one has joined, and where it is the only one."""
-    _alone: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    """In place of the roster's key where there is no roster."""
     weights: str = ""
     """The name of its present weights; empty for those of its manifest's fingerprint."""
     _described: asyncio.Future[layout_pb2.Manifest] | None = None
     """The result of `described`, once it was asked for."""
-    unseeded: str = ""
-    """Why the seed of its roster does not answer; empty while it does."""
-    _members_changed: asyncio.Event = field(default_factory=asyncio.Event)
     _arena_task: asyncio.Task[None] | None = None
+
+    @property
+    def engine_id(self) -> str:
+        return self.session.rank.engine_id
+
+    @property
+    def epoch(self) -> str:
+        return self.session.rank.epoch
+
+    @property
+    def rank(self) -> int:
+        return self.session.rank.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.session.rank.world_size
 
     @property
     def kind(self) -> str:
@@ -103,40 +102,6 @@ class Engine:
             write = functools.partial(manifest_to_proto, self.manifest)
             self._described = beside(COMPONENT_AS * len(self.manifest.components), write)
         return await asyncio.shield(self._described)
-
-    def has_rank_with(self, key: bytes) -> bool:
-        """Whether `key` is this engine's roster key."""
-        return bool(self.roster_key) and hmac.compare_digest(self.roster_key, key)
-
-    def reader_key(self, source: str) -> bytes:
-        """The key by which `source` knows all ranks of this engine as one reader. Each source is given another."""
-        return _reader_key(self.roster_key or self._alone, source)
-
-    def as_reader(self, source: str) -> peer_pb2.Reader:
-        """The reader that this rank is to engine `source`."""
-        return peer_pb2.Reader(**self.session.rank._asdict(), key=self.reader_key(source))
-
-    def set_members(
-        self, members: dict[int, str], instances: dict[int, str], draining: frozenset[int] = frozenset()
-    ) -> None:
-        self.members, self.instances, self.draining, self.unseeded = members, instances, draining, ""
-        self._members_changed.set()
-        self._members_changed = asyncio.Event()
-
-    async def until_whole(self, timeout_s: float) -> None:
-        """Wait until all ranks are known. Raises KvferryError (`roster_incomplete`)."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.missing_ranks():
-                    await self._members_changed.wait()
-        except TimeoutError:
-            raise Unavailable(
-                "roster_incomplete", f"ranks {self.missing_ranks()} of engine {self.engine_id} have not joined",
-                field="engine_id", value=self.engine_id, remedy="start their daemons with the same roster",
-            ) from None  # fmt: skip
-
-    def missing_ranks(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank not in self.members]
 
     async def need_arena(self, within_s: float) -> None:
         """Make the staging arena if there may be one: runs between this engine and a peer are too short to be read one
@@ -261,10 +226,10 @@ async def make(
         await session.stop(_stops(sums, copies, agent, lambda: arena), lambda: arena)
         raise
     engine = Engine(
-        *session.rank, session, manifest, agent, metadata, leases, config.strict, arena, runner, unmapped,
-        tuple(notes), {manifest.rank: config.advertise},
+        session, Membership(session.rank, {manifest.rank: Member(config.advertise)}), manifest, agent, metadata,
+        leases, sums, config.strict, arena,
         None if at_once or not may_stage else lambda: _made_arena(session, config, memory, None, unmapped),
-        sums, copies,
+        runner, unmapped, tuple(notes), copies,
     )  # fmt: skip
     return engine
 
@@ -309,11 +274,6 @@ async def _made_arena(
     except KvferryError:  # too small for its slots
         await session.give_back({"its arena": region})
         raise
-
-
-@functools.lru_cache(maxsize=4096)  # every transfer asks
-def _reader_key(secret: bytes, source: str) -> bytes:
-    return hmac.digest(secret, source.encode(), hashlib.sha256)
 
 
 def _stops(sums: Sums, copies: Copies, agent: Agent, arena: Callable[[], Arena | None]) -> list[Step]:

@@ -61,7 +61,7 @@ class Engines:
     @property
     def sessions(self) -> list[Session]:
         """The session of each engine, whether it has registered or not."""
-        return [self._sessions[id] for id in self._machine.current()]
+        return [session for session in self._sessions.values() if not session.retiring]
 
     def __iter__(self) -> Iterator[Engine]:
         """Registered engines."""
@@ -104,7 +104,7 @@ class Engines:
     def _tell(self, session: Session, effect: e.Detach | e.EndLeases | e.Shut | e.Hold | e.Ended) -> None:
         match effect:
             case e.Detach(_, why):
-                session.detached.set()
+                session.attached = False
                 session.events.end()
                 log.info("engine detached", why=why, **session.about)
                 if session.engine is not None:

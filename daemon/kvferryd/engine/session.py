@@ -63,8 +63,8 @@ class Session:
         """It takes too few of its events: it is told no more, and its stream is ended."""
         self.process: Process | None = None
         """The engine's; None until it has introduced itself, or where the kernel cannot say which one it is."""
-        self.detached = asyncio.Event()
-        """The stream has ended, or the engine is gone. The first does not tell what has become of the engine."""
+        self.attached = True
+        """Until the stream has ended, which does not tell what has become of the engine, or the engine is gone."""
         self.retiring = False
         """It retires: nothing new that would have to end is made for it."""
         self.retired = asyncio.Event()
@@ -80,10 +80,6 @@ class Session:
     def about(self) -> dict[str, str]:
         """Named by each line of the log about it."""
         return {"engine_id": self.rank.engine_id, "epoch": self.rank.epoch}
-
-    @property
-    def attached(self) -> bool:
-        return not self.detached.is_set()
 
     @property
     def has_leases(self) -> bool:

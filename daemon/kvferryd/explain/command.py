@@ -96,7 +96,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             "bad_argument",
             f"the following arguments are required: {', '.join(missing)}",
             field=missing[0],
-            remedy="kvferry explain --help",
+            remedy="give both, or --transfer ID: kvferry explain --help",
         )
 
 

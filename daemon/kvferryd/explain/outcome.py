@@ -35,7 +35,8 @@ async def explain_transfer(arguments: argparse.Namespace) -> int:
             )
         record = found[-1]  # the daemon lists the oldest first
         source = record.source.engine_id if record.source else ""
-        why_not = _why_not([peer for peer in await daemon.peers() if peer.engine_id == source])
+        known = [peer for peer in await daemon.peers() if peer.engine_id == source]
+        why_not = _why_not(known) if known else None
     if arguments.json:
         same = same_wait(record, records)
         told = {"transfer": record.model_dump(mode="json"), "refused_ways": why_not, "same_wait": same}
@@ -79,8 +80,11 @@ def waited_text(record: TransferRecord, records: Sequence[TransferRecord]) -> st
     return record.why_slow + (f"; others of that second: {', '.join(same[:NAMED])}{more}" if same else "")
 
 
-def outcome_text(record: TransferRecord, why_not: Mapping[str, str], records: Sequence[TransferRecord] = ()) -> str:
-    """A record in words. why_not: ways that its pair cannot take, with the reason. records: the others."""
+def outcome_text(
+    record: TransferRecord, why_not: Mapping[str, str] | None, records: Sequence[TransferRecord] = ()
+) -> str:
+    """A record in words. why_not: ways that its pair cannot take, with the reason; None if the source is not known any
+    more. records: the others."""
     source = record.source.engine_id if record.source else "nobody yet"
     head = f"request {record.request_id}, from {source} to {record.engine_id}: {record.state.value}"
     if record.error:
@@ -100,7 +104,9 @@ def outcome_text(record: TransferRecord, why_not: Mapping[str, str], records: Se
     return "\n".join([*lines, "", say.printable(f"phases: {phases}")] if phases else lines)
 
 
-def _row(record: TransferRecord, path: str, why_not: Mapping[str, str]) -> tuple[str, str, str]:
+def _row(record: TransferRecord, path: str, why_not: Mapping[str, str] | None) -> tuple[str, str, str]:
     if path == record.path:
         return path, say.duration(record.phases_ms.get("moving", 0.0)), "taken"
+    if why_not is None:
+        return path, "-", "not known: the source is no peer any more"
     return path, "-", f"cannot: {why_not[path]}" if path in why_not else "possible"

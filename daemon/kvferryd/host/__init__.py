@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from kvferry.errors import KvferryError
-from kvferryd.commands.cli import Parser
+from kvferryd.commands.cli import Parser, among
 from kvferryd.config import OPTIONS
 from kvferryd.host import places
 from kvferryd.host.plan import ALL, FOLDER, plan
@@ -25,10 +25,11 @@ USAGE = "kvferry host [--gpus 0-7] [--folder FOLDER] [settings of the daemons]"
 DESCRIPTION = f"""\
 Runs a daemon under a keeper for each GPU of this host, as one command. Engines are started apart from it, also later,
 and find the daemon of their GPU in FOLDER: its socket is named by the GPU's UUID. The ranks of an engine find each
-other by the first daemon, which is the roster of all.
+other by the first daemon, which is the roster of all (--roster names one of another host).
 
 The daemon of GPU N (as this process counts those it sees) has the ports of `rest` and `peer` (and `advertise`) plus
-{APART} x N. Every line of the output begins with the name of its process: daemon-0, host.
+{APART} x N. All other settings are those of `kvferry serve --help`, but for --device and --engine-socket, which follow
+from the GPU. Every line of the output begins with the name of its process: daemon-0, host.
 
 SIGTERM, SIGINT   the daemons drain (drain_timeout_s) and stop. A second one: nothing is waited for
 SIGHUP            of a terminal that is closed: the same
@@ -58,8 +59,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", default=FOLDER, help=f"of the daemons' sockets and records (default: {FOLDER})")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--gpus", default=ALL, metavar="0-7", help=f"numbers and ranges, or {ALL} (default)")
-    which.add_argument("--cpu", type=int, choices=range(1, 65), default=0, metavar="N",
+    which.add_argument("--cpu", type=among(1, 64), default=0, metavar="N",
                        help="N daemons for host memory instead, 64 at most; their sockets: cpu-0.sock")  # fmt: skip
+    if {"-h", "--help"} & {*argv}:
+        parser.print_help()
+        return 0
     flags = vars(parser.parse_args(argv))
     given = {name: value for name, value in flags.items() if value is not None and name in (*OPTIONS, "config")}
     where = str(Path(flags["folder"]).absolute())

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvferry.errors import KvferryError, Unavailable
 from kvferry.memory.handover import SUFFIX
 from kvferryd.host.plan import record_of
-from kvferryd.memory.node import NodeDir
+from kvferryd.memory.node import NodeDir, is_dead
 from kvferryd.run.daemons import Daemon
 
 NOTED = "places"
@@ -44,7 +44,7 @@ def leave(folder: Path) -> None:
     with suppress(FileNotFoundError):
         for record in map(Path, (folder / NOTED).read_text().splitlines()):
             with suppress(KvferryError, OSError), _lock(record):
-                for path in NodeDir(record.parent).beside(record.stem):  # of daemons that were killed
+                for path in filter(is_dead, NodeDir(record.parent).beside(record.stem)):  # of daemons that were killed
                     path.unlink(missing_ok=True)
                 for suffix in (".sock", f".sock{SUFFIX}", ".json"):
                     record.with_suffix(suffix).unlink(missing_ok=True)

@@ -127,7 +127,9 @@ class Packer:
     def _cut(self, opening: peer_pb2.PackOpen, view: View) -> None:
         try:
             cutting = self._gatherer.cutting(opening, view, self._gatherer.slot_nbytes())
-            cut = beside(sum(shape.blocks for shape in opening.tables.values()), cutting)
+            copies = len(self._gatherer.pairings.get(opening.pairing).copies)
+            blocks = sum(shape.blocks for shape in opening.tables.values())
+            cut = beside(copies * blocks, lambda: [] if self._over else cutting())
         except Exception as error:  # noqa: BLE001  of one packing; the stream has others
             self._on(p.WasCut(self.at, _told(error)))
         else:

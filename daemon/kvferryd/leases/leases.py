@@ -123,17 +123,17 @@ class Leases:
         self.on(e.Publish(terms, said, fence))
         if after is not None and fence is not None:
             self._fences[fence] = after
-            when_done(after, partial(self._fence_over, request_id, number, fence))
+            when_done(after, partial(self._fence_over, request_id, fence))
         state = self.source.leases.state_of(request_id)
         assert state is not None
         return state
 
-    def _fence_over(self, request_id: str, number: int, fence: int, after: asyncio.Future[None]) -> None:
+    def _fence_over(self, request_id: str, fence: int, after: asyncio.Future[None]) -> None:
         self._fences.pop(fence, None)
         if not after.cancelled():
             problem = after.exception()
             assert problem is None or isinstance(problem, KvferryError)
-            self.on(e.FenceOver(request_id, number, fence, problem))
+            self.on(e.FenceOver(request_id, fence, problem))
 
     def revoke(self, request_id: str, reason: str) -> bool:
         """Whether a lease has ended by it."""

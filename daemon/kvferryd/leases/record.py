@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-
 from kvferry.protocol.values import Account, ReaderId, View
 from kvferry.schemas import LeaseReader, LeaseRecord
 from kvferry.v1 import peer_pb2
@@ -13,12 +10,6 @@ from kvferry.wire import tables_to_proto
 
 def reader_id(reader: peer_pb2.Reader) -> ReaderId:
     return ReaderId(reader.engine_id, reader.epoch, reader.rank, reader.world_size, reader.key)
-
-
-@functools.lru_cache(maxsize=1024)  # a reader asks twice for each transfer
-def announced_as(request_id: str) -> str:
-    """The name for readers that may not know the request id: with the id they could close its lease."""
-    return hashlib.sha256(request_id.encode()).hexdigest()
 
 
 def update_of(view: View, word_address: int) -> peer_pb2.LeaseUpdate:

@@ -14,12 +14,12 @@ from kvferry.protocol import packing_events as p
 from kvferry.protocol.values import ReaderId, Reading, Trace, View
 from kvferry.schemas import InboundRecord
 from kvferry.v1 import peer_pb2
-from kvferry.wire import problem_to_proto
+from kvferry.wire import announced_as, problem_to_proto
 from kvferryd.aio import running
 from kvferryd.check import check_request_id
 from kvferryd.leases.gather import Gatherer, Packer
 from kvferryd.leases.leases import Leases
-from kvferryd.leases.record import announced_as, update_of
+from kvferryd.leases.record import update_of
 from kvferryd.observe import logs
 
 LONGEST_BY = 64

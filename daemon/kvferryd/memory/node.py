@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import re
 import secrets
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvferryd.config import Config, bad_config
 
 SOCKET = r"node-[0-9a-f]{18}"
 """The names of the daemons' sockets in it: of the kernel that runs, of the GPU, and of the daemon."""
+CONNECT_S = 0.2
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -67,6 +69,19 @@ class NodeDir:
             remedy = "name a folder that this user may write to, and that the other daemons of the node have too"
             raise bad_config("node_dir", node.folder, "it cannot be looked at", remedy)
         return node
+
+
+def is_dead(path: Path) -> bool:
+    """Whether nobody listens at this socket of the kernel that runs: its daemon has ended, or is about to listen."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(CONNECT_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # it is being removed, or has many callers
+            pass
+    return False
 
 
 def _kernel() -> str:

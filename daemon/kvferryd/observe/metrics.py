@@ -7,7 +7,7 @@ Counters and histograms count things as they end; gauges are set by the core bef
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from http import HTTPMethod
 from typing import Any
@@ -24,7 +24,7 @@ from prometheus_client import (
 from prometheus_client.exposition import choose_encoder
 
 from kvferry import __version__
-from kvferry.schemas import LeaseState, RankTransfer, TransferState
+from kvferry.schemas import FailedRequest, LeaseState, RankTransfer, TransferState
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BYTES = tuple(float(4**power << 10) for power in range(3, 14))
@@ -55,12 +55,18 @@ GAUGES = (
     ("queue_oldest_seconds", "age of the oldest transfer whose order or reservation is to come"),
     ("certificate_expiry_timestamp_seconds", "when a certificate of the tls_* files ends", "file"),
     ("peers", "peers with a finished handshake"),
-    ("peers_failing", "peers that have not answered since their last failure"),
+    ("peers_failing", "daemons that do not answer or cannot be read now", "peer_engine", "rank"),
+    (
+        "last_failure_timestamp_seconds",
+        "when the last request to read from an engine has failed, of 24 hours, also before a restart",
+        "peer_engine",
+        "code",
+    ),
     ("engines_attached", "engine ranks with an open session"),
     ("draining", "1 while the daemon takes no new transfers"),
     ("ready", "1 while /readyz answers 200"),
 )
-"""Name, what it is, and its label where it has one."""
+"""Name, what it is, and its labels."""
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each counter, which nobody reads
 
 
@@ -88,6 +94,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._peer, self._code = Few(64), Few(64)
+        self._failing, self._failed, self._rank = Few(64), Few(64), Few(64)
+        """Apart from `_peer`: engines that are well take no place from one that fails, nor do names in orders, of which
+        there may be any number, from one that was met."""
         self._labelled: Callable[..., Any] = lru_cache(maxsize=4096)(lambda metric, *values: metric.labels(*values))
         """A metric of a family: `labels` itself checks and locks each time."""
         by_read = ("path", "transport", "peer_engine")
@@ -192,6 +201,20 @@ class Metrics:
                     self.gauges[name].labels(label).set(number)
             else:
                 self.gauges[name].set(value)
+
+    def failing(self, ranks: Iterable[tuple[str, int | None]]) -> None:
+        """The engine and rank of each daemon that fails now, empty and None for one that was never met."""
+        gauge = self.gauges["peers_failing"]
+        gauge.clear()
+        for engine_id, rank in ranks:
+            gauge.labels(self._failing(engine_id), self._rank("" if rank is None else str(rank))).inc()
+
+    def failed(self, last: Iterable[FailedRequest]) -> None:
+        """The last request that failed to read from each engine, the newest first."""
+        gauge = self.gauges["last_failure_timestamp_seconds"]
+        gauge.clear()
+        for each in reversed(list(last)):  # the newest stays of those that share a label
+            gauge.labels(self._failed(each.engine_id), self._code(each.error.code)).set(each.at)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) in the format that the scraper's Accept header asks for."""

@@ -6,6 +6,7 @@ nothing of its SDK is imported. All other OTEL_* variables hold: sampling, heade
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.protocol.values import Account
 from kvferry.schemas import RankTransfer, Wait
+from kvferry.threads import made as made_apart
 from kvferryd.observe import logs
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ log = logs.get(__name__)
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 PHASES = ("waiting", "connecting", "reading", "verifying")
 """In their order, from the transfer's beginning."""
-FLUSH_MS = 2000
+FLUSH_S = 2.0
 
 
 def made(instance: str) -> Spans | None:
@@ -96,10 +98,10 @@ class Spans:
             span.set_status(otel.Status(otel.StatusCode.ERROR, error))
         span.end(end)
 
-    def close(self) -> None:
-        """Send what is left, for FLUSH_MS at most."""
-        self._provider.force_flush(FLUSH_MS)
-        self._provider.shutdown()
+    async def close(self) -> None:
+        """Send what is left, for FLUSH_S at most: the SDK waits for ten seconds and more, whatever it is told."""
+        with contextlib.suppress(TimeoutError):
+            await made_apart("spans", self._provider.shutdown, FLUSH_S)
 
 
 def _named(about: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:

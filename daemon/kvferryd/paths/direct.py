@@ -11,7 +11,6 @@ import numpy as np
 from kvferry.errors import Conflict
 from kvferryd.aio import all_done, beside
 from kvferryd.copy import Batch, mapped, moves, zeros
-from kvferryd.engine import Engine
 from kvferryd.paths.move import Move, Moved, PathName, Transport
 from kvferryd.peers.peer import PeerEngine
 from kvferryd.plan import Runs
@@ -25,11 +24,6 @@ Rows = tuple[str, Descriptors, Descriptors, str, str]
 
 class Mapped:
     name = PathName.MAPPED
-
-    def refusal(self, engine: Engine, peer: PeerEngine) -> str:
-        if engine.strict:
-            return "this daemon is strict"
-        return next((f"rank {rank}: {why}" for rank, why in peer.unmapped.items()), "")
 
     def transport(self, _: PeerEngine) -> Transport:
         return Transport.CUDA_IPC
@@ -53,12 +47,6 @@ class Mapped:
 class Direct:
     name = PathName.DIRECT
 
-    def refusal(self, engine: Engine, peer: PeerEngine) -> str:
-        if engine.strict:
-            return "this daemon is strict"
-        hidden = [rank for rank in peer.plan.reads_from if not peer.ranks[rank].regions]
-        return f"ranks {hidden} are strict" if hidden else ""
-
     def transport(self, _: PeerEngine) -> Transport:
         return Transport.UCX
 
@@ -75,14 +63,14 @@ class Direct:
             return [_rows(each, regions, move.peer) for each in bound.runs()]
 
         rows = await beside(bound.most_runs, all_rows)
-        await _zero(move)
+        await zero(move)
         reads = [move.read(*each) for each in rows]
         await all_done([read.done for read in reads])
         return Moved(move.ranks, sum(len(local) for _, local, *_ in rows))
 
 
-async def _zero(move: Move) -> None:
-    """Zero what is left of the blocks. It ends before any read is posted."""
+async def zero(move: Move) -> None:
+    """Zero what is left of the blocks, alone or before any read is posted."""
     left, engine = move.bound.left, move.engine
     if left.nbytes:
         batches = functools.partial(zeros, left, engine.copies.zeros, engine.addresses)

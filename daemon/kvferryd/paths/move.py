@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,20 +63,20 @@ class Waits:
     At most one wait goes on at a time. Waits for the same thing add up to one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self.what: Awaited | None = Awaited.ORDER
         """The wait that goes on; of either half it is the order until both are there."""
         self.on = ""
         """At whom, where that is known before its end."""
-        self._before = self._since = time.monotonic()
+        self._before = self._since = now
         """When the wait before began, and this one."""
         self._kept: dict[tuple[Awaited, str, str], tuple[float, float]] = {}
         """When each began first, and its seconds."""
 
-    def turn(self, what: Awaited | None, on: str = "") -> bool:
-        """This one goes on now. Whether the one before is worth to be kept: `keep` it."""
+    def turn(self, what: Awaited | None, now: float, on: str = "") -> bool:
+        """This one goes on now, by the monotonic clock. Whether the one before is worth to be kept: `keep` it."""
         self._before = self._since
-        self._since, self.what, self.on = time.monotonic(), what, on
+        self._since, self.what, self.on = now, what, on
         return self.last_s >= LEAST_S
 
     @property

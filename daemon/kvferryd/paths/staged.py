@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +27,6 @@ from kvferry.v1 import peer_pb2
 from kvferryd.aio import beside, together
 from kvferryd.copy import Batch, Chunk, cut_by_rank, moves, zeros
 from kvferryd.copy.copying import Copying
-from kvferryd.engine import Engine
 from kvferryd.paths.chunks import ChunkStream
 from kvferryd.paths.move import ARENA, Flight, Move, Moved, PathName, Transport
 from kvferryd.peers.peer import PeerEngine, Staging
@@ -48,12 +48,6 @@ GRACE_S = 1.0
 
 class Staged:
     name = PathName.STAGED
-
-    def refusal(self, engine: Engine, peer: PeerEngine) -> str:
-        if engine.arena is None:
-            return "this daemon has no staging arena"
-        without = [rank for rank in peer.plan.reads_from if peer.ranks[rank].staging is None]
-        return f"the daemons of ranks {without} of engine {peer.engine_id} have no staging arena" if without else ""
 
     def transport(self, peer: PeerEngine) -> Transport:
         """UCX where any rank's slots are not mapped."""
@@ -146,11 +140,11 @@ class _Journey:
     def _wait(self, what: Awaited, on: str) -> None:
         """Nothing of this transfer moves meanwhile. A wait that is cancelled goes on: the deadline ends it."""
         if not self.busy and self.move.waits.what is not what:
-            self.move.waits.turn(what, on)
+            self.move.waits.turn(what, time.monotonic(), on)
 
     def _waited(self, what: Awaited, on: str) -> None:
         waits = self.move.waits
-        if waits.what is what and waits.turn(None):
+        if waits.what is what and waits.turn(None, time.monotonic()):
             waits.keep(what, on)
 
     async def _through(self, slot: Slot, turn: Turn, turns: Iterator[Turn]) -> Turn | None:

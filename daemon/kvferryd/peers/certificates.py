@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 
+from kvferry.tls import no_password
 from kvferryd.config import Config, bad_config
 from kvferryd.observe import logs
 
@@ -180,14 +181,9 @@ class CertificateFiles(Certificates):
         certificate, key, authority = self._files
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(certificate, key, _no_password)
+        context.load_cert_chain(certificate, key, no_password)
         context.load_verify_locations(authority)
         context.verify_mode = ssl.CERT_REQUIRED
         held = certificate.read_bytes(), key.read_bytes(), authority.read_bytes()
         expires = {"tls_cert": expires_at(held[0]), "tls_ca": expires_at(held[2])}
         return Identity(*held, expires={name: at.timestamp() for name, at in expires.items() if at}, context=context)
-
-
-def _no_password() -> str:
-    """Instead of OpenSSL, which would ask the terminal."""
-    raise OSError("the private key has a password, and nobody is there to type it")

@@ -62,7 +62,7 @@ class Handshakes:
         in_the_way: whose the engine id is, if it is another's. over: called when that one is over. undoing: has the
         task that undoes, which goes on where this is cancelled meanwhile. Raises KvferryError.
         """
-        await engine.until_whole(self._config.connect_timeout_s)  # its ranks read as one by the roster's key
+        await engine.roster.until_whole(self._config.connect_timeout_s)  # its ranks read as one by the roster's key
         asked: list[PeerRank] = []
         """The ranks that have answered, whatever comes of it."""
         peer: PeerEngine | None = None

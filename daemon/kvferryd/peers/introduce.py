@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import cache
 from weakref import WeakValueDictionary
 
 from kvferry import __version__
@@ -18,18 +17,16 @@ from kvferryd.engine import Engine
 from kvferryd.engine.registry import MAX_WORLD_SIZE
 from kvferryd.peers.channels import Channel, Channels
 from kvferryd.peers.contact import asking
-from kvferryd.peers.peer import PeerRank, Staging
+from kvferryd.peers.peer import PeerRank, Staging, as_reader
 from kvferryd.staging.arena import SLOT_ALIGN
 from kvferryd.transport.metadata import connection_of
 from kvferryd.transport.read import Span
-from kvferryd.transport.ucx import listens_at
 
 
 class Introductions:
     def __init__(self, channels: Channels, timeout_s: float) -> None:
         """timeout_s: for each answer."""
         self._channels, self._timeout_s = channels, timeout_s
-        self._ucx = cache(listens_at)
         self._layouts: WeakValueDictionary[bytes, Manifest] = WeakValueDictionary()
         """Manifests by the digest of all but the engine's name."""
 
@@ -41,7 +38,7 @@ class Introductions:
         request = peer_pb2.HandshakeRequest(
             protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, version=__version__, engine_id=engine_id,
             staging=staging, agent_name=engine.agent.name, agent_connection=connection_of(engine.agent_metadata),
-            ucx=self._ucx(),
+            ucx=engine.agent.listens_at,
         )  # fmt: skip
         channel = self._channels.open(address)
         try:
@@ -112,7 +109,7 @@ def _rank(
         if region.id not in regions or regions[region.id].nbytes < region.nbytes:
             raise wrong(f"gave no address for region {region.id}", "regions", region.id)
     opening = peer_pb2.ReadOpening(
-        engine_id=engine_id, epoch=manifest.epoch, reader=engine.as_reader(engine_id), several=True,
+        engine_id=engine_id, epoch=manifest.epoch, reader=as_reader(engine, engine_id), several=True,
         agent_name=reply.agent_name,
     )  # fmt: skip
     told = reply.protocol, reply.version, reply.agent_name, reply.agent_metadata

@@ -39,6 +39,8 @@ class MappedMemory:
         """Why they are not."""
         self.slots: CudaRegion | None = None
         """Its staging arena in this process, where that is mapped."""
+        self.slots_refusal = ""
+        """Why it is not; empty where ours is host memory."""
         self.call: grpc.aio.UnaryStreamCall[peer_pb2.MapRequest, peer_pb2.MapReply] | None = None
         """Open while anything is mapped. After its end, treat the memory as gone."""
         self._runner: Runner | None = None
@@ -61,15 +63,18 @@ class MappedMemory:
         except (KvferryError, TimeoutError, RuntimeError) as error:  # the last: no thread can be started
             await self.unmap()
             late = f"{self._channel.address} did not say how to map its memory, or that took more than {timeout_s:g} s"
-            self.refusal = str(error) or late
+            self.refusal = self.slots_refusal = str(error) or late
+        about = {"engine_id": self._manifest.engine_id, "rank": self._manifest.rank}
         if self.refusal:
-            log.info("peer not mapped", engine_id=self._manifest.engine_id, rank=self._manifest.rank, why=self.refusal)
+            log.info("peer not mapped", **about, why=self.refusal)
+        if self.slots_refusal:
+            log.info("slots not mapped", **about, why=self.slots_refusal)
 
     async def _map(self, runner: Runner, *, strict: bool) -> bool:
         """Whether a second try would end as this one. Raises KvferryError when the rank does not answer."""
         manifest = self._manifest
         node = self._node.id if self._node is not None else ""
-        request = peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch, node=node)
+        request = peer_pb2.MapRequest(engine_id=manifest.engine_id, epoch=manifest.epoch, node=node, strict=strict)
         self.call = self._channel.stub.Map(request)
         async with asking(self._channel.contact):
             reply = await self.call.read()
@@ -94,14 +99,14 @@ class MappedMemory:
 
     async def _map_slots(self, runner: Runner, reply: peer_pb2.MapReply) -> None:
         """NIXL reads them where they are not mapped."""
-        offered = reply.slots
+        offered, self.slots_refusal = reply.slots, ""
         try:
             if offered.refusal or not 0 < self._slots_nbytes <= offered.nbytes:
                 raise Conflict("not_mappable", shorten(offered.refusal, LONGEST) or "it offers no such arena")
             fetched = await self._fetched(reply, {0: offered})
             self.slots = await _opened(runner, offered, fetched.get(0))
         except KvferryError as error:
-            log.info("slots not mapped", address=self._channel.address, why=_said(error))
+            self.slots_refusal = _said(error)
 
     def _wanted(self, reply: peer_pb2.MapReply) -> dict[int, peer_pb2.MappableRegion]:
         """The offer for each region that the manifest names. Raises KvferryError (`not_mappable`)."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
+import hmac
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
@@ -201,13 +204,19 @@ class PeerEngine:
     def lost(self) -> bool:
         """Whether a daemon of it has gone since the handshake, which may be with another by now in the same epoch; or
         it knows our engine by a roster that is over."""
-        key = self.own.reader_key(self.engine_id)
+        key = _reader_key(self.own.roster.key, self.engine_id)
         return any(rank.lost or rank.opening.reader.key != key for rank in self.ranks.values())
 
     @property
     def unmapped(self) -> dict[int, str]:
         """Why the memory of a rank that is read is not mapped."""
         return {rank: why for rank in self.plan.reads_from if (why := self.ranks[rank].mapped.refusal)}
+
+    @property
+    def unmapped_slots(self) -> dict[int, str]:
+        """Why the staging arena of a rank that is read is not mapped."""
+        read = ((number, self.ranks[number]) for number in self.plan.reads_from)
+        return {number: why for number, rank in read if rank.staging and (why := rank.mapped.slots_refusal)}
 
     def mapped_addresses(self) -> dict[tuple[int, int], int]:
         """The address of (rank, region) in this process."""
@@ -255,3 +264,14 @@ class PeerEngine:
     @property
     def _about(self) -> dict[str, object]:
         return {"engine_id": self.own.engine_id, "peer": self.engine_id}
+
+
+def as_reader(engine: Engine, source: str) -> peer_pb2.Reader:
+    """The reader that this engine is to engine `source`, which knows all ranks of it as one reader by its key."""
+    return peer_pb2.Reader(**engine.session.rank._asdict(), key=_reader_key(engine.roster.key, source))
+
+
+@functools.lru_cache(maxsize=4096)  # every transfer asks
+def _reader_key(roster_key: bytes, source: str) -> bytes:
+    """Each source is given another."""
+    return hmac.digest(roster_key, source.encode(), hashlib.sha256)

@@ -15,10 +15,9 @@ from kvferry.errors import Internal, KvferryError, PeerFailed
 from kvferry.outbox import Outbox
 from kvferry.protocol.reading import Close
 from kvferry.v1 import peer_pb2, peer_pb2_grpc
-from kvferry.wire import problem_from_proto
+from kvferry.wire import announced_as, problem_from_proto
 from kvferryd.aio import Tasks, all_over
 from kvferryd.ending import tried
-from kvferryd.leases.record import announced_as
 from kvferryd.observe import logs
 from kvferryd.peers.contact import Contact, asking, of_peer
 

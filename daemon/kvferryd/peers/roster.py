@@ -108,7 +108,7 @@ class _Place:
                 case e.Know(members):
                     self._know(self._engine, members)
                 case e.Alone(why):
-                    self._engine.unseeded = why.message
+                    self._engine.roster.unseeded = why.message
                     log.warning("roster not joined", engine_id=self._engine.engine_id, error=str(why))
                 case _:
                     assert_never(effect)
@@ -140,7 +140,6 @@ class Roster:
         which of them are draining."""
         self._config, self._channels, self.seed, self._on_change = config, channels, seed, on_change
         self._instance, self._draining = instance, False
-        self._rest: dict[Engine, dict[int, str]] = {}
         self._places: dict[Engine, _Place] = {}
         self._challenges: dict[bytes, Engine] = {}
         """The engine of each challenge that the seed has to repeat."""
@@ -156,9 +155,8 @@ class Roster:
 
     def rest(self, engine: Engine) -> dict[int, str]:
         """The REST address of each rank's daemon for this host, by rank."""
-        here = {rank: url for rank, url in self._rest.get(engine, {}).items() if url and rank in engine.members}
-        own = self._config.advertise
-        return {rank: url for rank, url in here.items() if for_host(url, engine.members[rank], own)}
+        own, members = self._config.advertise, engine.roster.members
+        return {at: it.rest for at, it in members.items() if it.rest and for_host(it.rest, it.address, own)}
 
     def say_draining(self, draining: bool) -> None:
         """Tell the other ranks of every engine here whether this daemon takes new transfers."""
@@ -173,12 +171,12 @@ class Roster:
     def fault(self, engine: Engine) -> str:
         """The fault in the setting where ranks are missing, and its remedy; empty where there is none."""
         seed = self._config.roster
-        if not engine.missing_ranks():
+        if not engine.roster.missing:
             return ""
         if seed in (None, self._config.advertise):  # any daemon may keep the roster of all ranks: see `kvferry host`
             what = "is not set" if seed is None else "is this daemon's own address"
             why = f"roster {what}, and rank {engine.rank} finds no other: set it to one address for all ranks"
-            return "" if engine.rank == 0 or engine.members.keys() - {engine.rank} else why
+            return "" if engine.rank == 0 or engine.roster.members.keys() - {engine.rank} else why
         try:
             allow.check(seed, self._config.allow_peers)
         except KvferryError as error:
@@ -186,19 +184,14 @@ class Roster:
         return ""
 
     def _know(self, engine: Engine, members: Members) -> None:
-        engine.set_members(
-            {rank: member.address for rank, member in members.items()},
-            {rank: member.instance for rank, member in members.items()},
-            frozenset(rank for rank, member in members.items() if member.draining),
-        )
-        self._rest[engine] = {rank: member.rest for rank, member in members.items()}
+        engine.roster.know(members)
         self._on_change(engine)
 
     async def _members(self, engine: Engine) -> AsyncGenerator[Members]:
         seed, own = self._config.roster, self._config.advertise
         ours = Member(own, self._draining, self._config.rest_url, self._instance)
         if seed is None or seed == own:
-            engine.roster_key = self.seed.key(engine.engine_id, engine.epoch)
+            engine.roster.key = self.seed.key(engine.engine_id, engine.epoch)
             async with aclosing(self.seed.join(engine.session.rank, ours)) as joined:
                 async for members in joined:
                     yield members
@@ -232,7 +225,7 @@ class Roster:
             why, remedy = f"no rank of engine {request.engine_id} joins from here", "join with one's own address"
             raise Forbidden("not_joining", why, field="challenge", remedy=remedy)
         del self._challenges[request.challenge]  # once
-        engine.roster_key = request.key
+        engine.roster.key = request.key
 
     async def admit(self, request: peer_pb2.JoinRequest) -> None:
         """Give the key to the daemon at the member's address, if it is the one that joins. Raises KvferryError."""
@@ -256,7 +249,6 @@ class Roster:
     async def leave(self, engine: Engine) -> None:
         if (place := self._places.pop(engine, None)) is not None:
             await place.leave()
-        self._rest.pop(engine, None)
 
 
 def member_of(told: peer_pb2.Member) -> Member:

@@ -19,9 +19,9 @@ from kvferry.manifest import Group
 from kvferry.tables import BlockTable, Tables
 from kvferryd.plan.axes import Ints, coalesce, divided, offsets
 from kvferryd.plan.left import NOTHING, Left
-from kvferryd.plan.plan import Copy, Meeting, Plan
+from kvferryd.plan.plan import Copy, Plan
 from kvferryd.plan.rows import Pattern
-from kvferryd.plan.segments import EVERY, ByLength, Segments, Steps, global_token, local_tokens, shared
+from kvferryd.plan.segments import EVERY, ByLength, Meeting, Segments, Steps, global_token, local_tokens, shared
 
 EXACT_RUNS = 16_384
 """Up to this many runs, those of different rows are joined too (a sort, 1 ms); beyond, only a few could still join, and
@@ -270,6 +270,8 @@ def check_holds(table: BlockTable, group: Group, first: int, stop: int, whose: s
         what = f"holds local tokens [{table.first_token}, {end}), it has to hold [{first}, {stop})"
         value = f"{len(table.block_ids)} blocks of {group.block_size} from token {table.first_token}"
         remedy = "list the blocks of the whole token range, or name fewer tokens"
+        if group.window is not None:
+            remedy += "; a source of another version or engine may keep less of a window: see docs/vllm.md"
         raise _wrong("tables_too_short", whose, group, what, "", value, remedy)
 
 

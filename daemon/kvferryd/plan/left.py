@@ -13,8 +13,8 @@ import numpy as np
 
 from kvferry.tables import BlockTable, Tables
 from kvferryd.plan.axes import Ints, divided, offsets
-from kvferryd.plan.plan import Copy, Meeting, Plan
-from kvferryd.plan.segments import global_token, local_tokens, shared
+from kvferryd.plan.plan import Copy, Plan
+from kvferryd.plan.segments import Meeting, global_token, local_tokens, shared
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kvferryd.plan.axes import Ints, Layout, Loop, Radix, layouts, step
 from kvferryd.plan.choose import Choice, Held, choose
 from kvferryd.plan.refused import VALUE, PlanRefused
 from kvferryd.plan.rows import Boxes, Pattern, most_runs, patterns
-from kvferryd.plan.segments import EVERY, Pairs, Steps, local_tokens, strands_between, strands_of
+from kvferryd.plan.segments import EVERY, Meeting, Steps
 
 
 class Place(NamedTuple):
@@ -26,43 +26,6 @@ class Place(NamedTuple):
     region: int
     block: Radix
     slot: Radix
-
-
-@dataclass(frozen=True, eq=False)
-class Meeting:
-    """How blocks of the two sides meet: all that decides where tokens are cut into segments but the two tables. Copies
-    in which it is the same share one, so that `bind` cuts once for all of them."""
-
-    source_shard: TokenShard
-    own_shard: TokenShard
-    source_block: int
-    own_block: int
-    source_slot: Radix
-    own_slot: Radix
-    window: int | None
-
-    @cached_property
-    def grains(self) -> tuple[int, int]:
-        """Slots that lie regularly in memory, on either side: the innermost digit's extent."""
-        source, own = (slot[-1][0] if slot else 1 for slot in (self.source_slot, self.own_slot))
-        return source, own
-
-    @cached_property
-    def _strands(self) -> Pairs | None:
-        return strands_of(self.source_shard, self.own_shard)
-
-    def strands(self, tokens: tuple[int, int]) -> Pairs:
-        """The strands in which tokens that both sides hold are found; where a round of them is long, of these alone."""
-        known = self._strands
-        return strands_between(self.source_shard, self.own_shard, tokens) if known is None else known
-
-    def dropped(self, tokens: tuple[int, int], theirs: int) -> int:
-        """How many of the source's first local tokens it has dropped from its sliding window, though the destination
-        may have room for them. theirs: the first local token of its table."""
-        if self.window is None:
-            return 0
-        needed = local_tokens(self.source_shard, max(tokens[0], tokens[1] - self.window + 1))
-        return theirs if theirs <= needed else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,10 +226,10 @@ def _looks(manifest: Manifest, layout_of: Callable[[Component], Layout]) -> Call
 def _copy(theirs: Held, region: int, own: Held, own_region: int, whole: bool) -> Copy:
     source = Place(region, theirs.layout.block, theirs.layout.slot)
     destination = Place(own_region, own.layout.block, own.layout.slot)
-    windows = [group.window for group in (theirs.group, own.group) if group.window is not None]
+    window = theirs.group.window if own.group.window is None else own.group.window
     shards = theirs.group.token_shard, own.group.token_shard
     sizes = theirs.group.block_size, own.group.block_size
-    meeting = _meeting(*shards, *sizes, source.slot, destination.slot, min(windows, default=None))
+    meeting = _meeting(*shards, *sizes, source.slot, destination.slot, window)
     return Copy(theirs.rank, theirs.group, own.group, source, destination, meeting, whole)
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.manifest import TokenShard
-from kvferryd.plan.axes import Ints, Loop, coalesce, divided, offsets
+from kvferryd.plan.axes import Ints, Loop, Radix, coalesce, divided, offsets
 
 ROUND = 4096
 """Rounds of more tokens than this are looked at row by row; shorter ones are kept."""
@@ -202,6 +203,43 @@ def shared(
         elif any(has):
             found.append(Strands(theirs.of(some), ours.of(some), first[some], stop[some]))
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """How blocks of the two sides meet: all that decides where tokens are cut into segments but the two tables. Copies
+    in which it is the same share one, so that `bind` cuts once for all of them."""
+
+    source_shard: TokenShard
+    own_shard: TokenShard
+    source_block: int
+    own_block: int
+    source_slot: Radix
+    own_slot: Radix
+    window: int | None
+
+    @cached_property
+    def grains(self) -> tuple[int, int]:
+        """Slots that lie regularly in memory, on either side: the innermost digit's extent."""
+        source, own = (slot[-1][0] if slot else 1 for slot in (self.source_slot, self.own_slot))
+        return source, own
+
+    @cached_property
+    def _strands(self) -> Pairs | None:
+        return strands_of(self.source_shard, self.own_shard)
+
+    def strands(self, tokens: tuple[int, int]) -> Pairs:
+        """The strands in which tokens that both sides hold are found; where a round of them is long, of these alone."""
+        known = self._strands
+        return strands_between(self.source_shard, self.own_shard, tokens) if known is None else known
+
+    def dropped(self, tokens: tuple[int, int], theirs: int) -> int:
+        """How many of the source's first local tokens it has dropped from its sliding window, though the destination
+        may have room for them. theirs: the first local token of its table."""
+        if self.window is None:
+            return 0
+        needed = local_tokens(self.source_shard, max(tokens[0], tokens[1] - self.window + 1))
+        return theirs if theirs <= needed else 0
 
 
 def strands_of(source: TokenShard, own: TokenShard) -> Pairs | None:

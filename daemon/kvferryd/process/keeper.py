@@ -33,7 +33,7 @@ READY = b"READY=1"
 MOST = 4096
 """Bytes of a message."""
 HELP = """\
-usage: kvferry keep [the flags of `kvferry serve`]
+usage: kvferry keep [the flags of `kvferry serve`: `kvferry serve --help`]
 
 Runs `kvferry serve` as its child and starts it again when it dies. Host memory of an engine outlives a daemon anyway;
 under a keeper GPU memory does too. The engine attaches again by itself: what was under way has failed, nothing else.

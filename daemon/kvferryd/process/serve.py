@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -46,6 +47,9 @@ from kvferryd.transport import nixl, ucx
 log = logs.get(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 0.5
+ENDS_S = 2.0
+"""How long threads may take to end when all is closed. Python waits for them for ever, and a disk, a driver or a
+resolver may not answer."""
 SWITCH_S = 2e-4
 """How long a thread may hold the interpreter while another waits. NIXL's thread has microseconds of work, and Python's
 5 ms would be longer than most transfers."""
@@ -127,6 +131,9 @@ async def _serve(config: Config, keeper: Keeper | None, history: History, listen
             serving.result()
         await _drain(ferry, now)
     log.info("stopped")
+    ending = threading.Timer(ENDS_S, os._exit, [0])
+    ending.daemon = True
+    ending.start()
     return 0
 
 

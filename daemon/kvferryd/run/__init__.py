@@ -28,8 +28,8 @@ host. How many ranks there are, and on which GPUs, comes from the engine's own a
 daemons serve, and is told where they are; what you have told it of its connector stays.
 
 Rank N has the ports of `rest` and `peer` (and `advertise`) plus {APART} x N, the GPU that the engine takes for it among
-those that are visible here (CUDA_VISIBLE_DEVICES), and a socket of its own. Every line of the output begins with the
-name of its process: daemon-0, engine, run.
+those that are visible here (CUDA_VISIBLE_DEVICES), and a socket of its own. All other settings are those of
+`kvferry serve --help`. Every line of the output begins with the name of its process: daemon-0, engine, run.
 
 SIGTERM, SIGINT   the daemons drain (drain_timeout_s); the engine is told to stop (--engine-stop-s); then the daemons
                   stop, which drain what the engine has left (drain_timeout_s). A second one: nothing is waited for

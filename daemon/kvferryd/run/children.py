@@ -195,6 +195,9 @@ class Children:
                 tied(command), stdin=subprocess.DEVNULL, stdout=written, stderr=written,
                 env={**self._environment, **environment}, process_group=0,
             )  # fmt: skip
+        except OSError:
+            os.close(read)
+            raise
         finally:
             os.close(written)
         self._output.follow(name, read)

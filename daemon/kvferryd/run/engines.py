@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -254,7 +255,8 @@ def known(words: Sequence[str], environment: Mapping[str, str], read: Callable[[
 
 
 def shown(words: Iterable[str]) -> str:
-    """A command for logs and errors: values of flags and variables that are named like secrets are left out."""
+    """A command for logs and errors, as a shell takes it: values of flags and variables that are named like secrets are
+    left out."""
     told, hidden = list[str](), False
     for word in words:
         named = NAMED.match(word)
@@ -264,7 +266,7 @@ def shown(words: Iterable[str]) -> str:
         if named and SECRET.search(named[1]):
             told.append(f"{named[1]}=***")
         else:
-            told.append(word)
+            told.append(shlex.quote(word))
         hidden = word.startswith("-") and not named and SECRET.search(word) is not None
     return " ".join(told)
 

@@ -148,14 +148,28 @@ def end(left: Callable[[], Set[int]], patience_s: float) -> Set[int]:
     for longest_s, kills in ((patience_s, _nobody), (CLEANS_S, _no_cleaner), (DIES_S, _anybody)):
         deadline = time.monotonic() + longest_s
         while alive := left():
-            for pid in filter(kills, alive):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill({*filter(kills, alive)}, left)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
             _await_one(alive, left_s)
     return alive
+
+
+def _kill(pids: Set[int], left: Callable[[], Set[int]]) -> None:
+    """Kill those that are left still: by now the number of one that has ended may be another process's. A descriptor
+    keeps to the process that had the number when it was opened."""
+    opened: dict[int, int] = {}
+    try:
+        for pid in pids:
+            with suppress(OSError):  # it has ended; or no descriptor is left, and the next round opens the others
+                opened[pid] = os.pidfd_open(pid)
+        for pid in opened.keys() & left() if opened else ():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(opened[pid], signal.SIGKILL)
+    finally:
+        for each in opened.values():
+            os.close(each)
 
 
 def living(pid: int, spared: Set[int] = frozenset()) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,5 +109,5 @@ def described(plan: Plan) -> Iterator[str]:
     """Lines for `--check`."""
     yield from (daemon.described for daemon in plan.daemons)
     for name, value in plan.environment.items():
-        yield f"engine: {name}={value}"
+        yield f"engine: {name}={shlex.quote(value)}"
     yield f"engine: {shown(plan.engine)}"

@@ -2,7 +2,7 @@
 
 A source plans the very copy that its reader planned, and binds it to its own tables; of the reader's tables it knows
 the shape only (first token and number of blocks of each group), and nothing of where the reader's blocks lie. The place
-of a run in a chunk follows from that alone: tests/unit/test_share.py.
+of a run in a chunk follows from that alone: tests/unit/test_copy_host.py.
 """
 
 from __future__ import annotations

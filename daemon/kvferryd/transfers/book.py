@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
@@ -61,7 +60,8 @@ class Book:
 
     def over(self, transfer: Transfer) -> None:
         self._overs += 1
-        transfer.over_number, transfer.course.over_at = self._overs, time.time()
+        transfer.over_number = self._overs
+        transfer.course.over()
         transfer.wake()
 
     def forget(self, part: int) -> None:

@@ -23,7 +23,7 @@ B = TypeVar("B", bound=BaseModel)
 def abort_request(engine: Engine, end: End) -> peer_pb2.AbortRequest:
     return peer_pb2.AbortRequest(
         engine_id=engine.engine_id, request_id=end.request_id, reason=f"rank {engine.rank}: {end.code}",
-        attempt=attempt_to_proto(end.attempt), failed=end.failed, key=engine.roster_key,
+        attempt=attempt_to_proto(end.attempt), failed=end.failed, key=engine.roster.key,
     )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def order_request(transfer: Transfer, engine: Engine, brought: object | None, le
         x_request_id=order.trace.x_request_id,
         attempt=attempt_to_proto(transfer.attempt),
         way=order.way,
-        key=engine.roster_key,
+        key=engine.roster.key,
         leader=leader,
     )
     if isinstance(brought, Reservation):

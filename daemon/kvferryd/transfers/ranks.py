@@ -59,12 +59,11 @@ class Ranks:
 
     def hand_on(self, transfer: Transfer, engine: Engine, at: ReadingRank, brought: Mapping[int, object]) -> None:
         """Hand the transfer's order to all other ranks, and keep how far they are until they have ended."""
-        others = tuple(rank for rank in range(engine.world_size) if rank != engine.rank)
-        if others:
-            for rank in others:
-                transfer.ranks[rank] = RankTransfer(rank=rank, state=TransferState.WAITING)
-            self._led[transfer.part] = _Led(transfer, engine, brought)
-            self._on(e.Lead(transfer.part, at, transfer.request_id, transfer.attempt, others, transfer.deadline))
+        others = engine.roster.others
+        for rank in others:
+            transfer.ranks[rank] = RankTransfer(rank=rank, state=TransferState.WAITING)
+        self._led[transfer.part] = _Led(transfer, engine, brought)
+        self._on(e.Lead(transfer.part, at, transfer.request_id, transfer.attempt, others, transfer.deadline))
 
     def give_up(self, transfer: Transfer) -> None:
         """This rank has not got its KV: the others need not go on."""
@@ -74,9 +73,8 @@ class Ranks:
     def tell_refused(self, at: ReadingRank, request_id: str, attempt: Attempt, why: KvferryError) -> None:
         """This rank takes no part in the attempt: the others need not go on with it, or begin."""
         engine = self._engines[at.life]
-        others = tuple(rank for rank in range(engine.world_size) if rank != engine.rank)
         until = asyncio.get_running_loop().time() + self._config.deadline_s
-        self._on(e.Refused(e.End(at, request_id, attempt, why.code, failed=True), others, until))
+        self._on(e.Refused(e.End(at, request_id, attempt, why.code, failed=True), engine.roster.others, until))
 
     def _set(self, transfer: Transfer, share: RankTransfer) -> None:
         transfer.set_rank(share)
@@ -104,7 +102,7 @@ class Ranks:
                 self._set(self._led[part].transfer, RankTransfer(rank=rank, state=state, error=error))
             case e.Late(part, rank):
                 led = self._led[part]
-                address = led.engine.members.get(rank)
+                address = led.engine.roster.address(rank)
                 late = _late(led.transfer.ranks[rank], address or "an unknown address")
                 if address is not None:  # a daemon that lives says by itself that the deadline has passed
                     self._channels.contact(address).failed(late)
@@ -125,7 +123,7 @@ class Ranks:
         async with self._leader(engine) as stub:
             request = peer_pb2.LeadRequest(
                 engine_id=engine.engine_id, order=body.model_dump_json(exclude_unset=True).encode(),
-                traceparent=trace.traceparent, x_request_id=trace.x_request_id, key=engine.roster_key,
+                traceparent=trace.traceparent, x_request_id=trace.x_request_id, key=engine.roster.key,
             )  # fmt: skip
             reply = await stub.Lead(request, timeout=self._config.connect_timeout_s)
         return said(Ordered, reply.ordered), reply.created
@@ -134,7 +132,7 @@ class Ranks:
         """The record of a transfer that rank 0 keeps. Raises KvferryError."""
         async with self._leader(engine) as stub:
             request = peer_pb2.RecordRequest(
-                engine_id=engine.engine_id, transfer_id=transfer_id, wait_s=wait_s, abort=abort, key=engine.roster_key
+                engine_id=engine.engine_id, transfer_id=transfer_id, wait_s=wait_s, abort=abort, key=engine.roster.key
             )
             reply = await stub.Record(request, timeout=wait_s + self._config.connect_timeout_s)
         return said(TransferRecord, reply.record)
@@ -142,24 +140,24 @@ class Ranks:
     async def prewarm(self, engine: Engine, source: str, address: str) -> None:
         """Every other rank shakes hands with this source. Raises KvferryError, which names a rank that could not."""
         if engine.world_size > 1:
-            await engine.until_whole(self._config.connect_timeout_s)
-            others = [rank for rank in engine.members if rank != engine.rank]
-            await to_the_end(self._prewarm(engine, rank, source, address) for rank in others)
+            await engine.roster.until_whole(self._config.connect_timeout_s)
+            others = engine.roster.other_addresses
+            await to_the_end(self._prewarm(engine, rank, at, source, address) for rank, at in others.items())
 
-    async def _prewarm(self, engine: Engine, rank: int, source: str, address: str) -> None:
+    async def _prewarm(self, engine: Engine, rank: int, at: str, source: str, address: str) -> None:
         request = peer_pb2.PrewarmRequest(
             engine_id=engine.engine_id, source=engine_pb2.Source(engine_id=source, address=address),
-            key=engine.roster_key,
+            key=engine.roster.key,
         )  # fmt: skip
         with naming(engine, rank):
-            async with self._asking(engine, engine.members[rank]) as stub:
+            async with self._asking(engine, at) as stub:
                 await stub.Prewarm(request, timeout=self._config.deadline_s)
 
     @contextlib.asynccontextmanager
     async def _leader(self, engine: Engine) -> AsyncIterator[peer_pb2_grpc.PeerAsyncStub]:
         """The peer service of rank 0, once the roster is whole; before that it has no key to show."""
-        await engine.until_whole(self._config.connect_timeout_s)
-        async with self._asking(engine, engine.members[0]) as stub:
+        await engine.roster.until_whole(self._config.connect_timeout_s)
+        async with self._asking(engine, engine.roster.members[0].address) as stub:
             yield stub
 
     async def close(self) -> None:
@@ -203,19 +201,19 @@ class Ranks:
 
     async def _gather(self, part: int, engine: Engine) -> None:
         try:
-            await engine.until_whole(self._config.connect_timeout_s)
+            await engine.roster.until_whole(self._config.connect_timeout_s)
         except Unavailable as why:
             self._on(e.Incomplete(part, why))
         else:
-            self._on(e.Whole(part, dict(engine.instances)))
+            self._on(e.Whole(part, {rank: member.instance for rank, member in engine.roster.members.items()}))
 
     async def _pause(self, part: int, rank: int, seconds: float, engine: Engine) -> None:
         await asyncio.sleep(seconds)
-        self._on(e.Again(part, rank, engine.instances.get(rank, "") if rank in engine.members else None))
+        self._on(e.Again(part, rank, engine.roster.instance(rank)))
 
     async def _follow(self, part: int, rank: int, led: _Led) -> None:
         """Hand the order to one rank, and keep what it says until its part has ended."""
-        engine, address = led.engine, led.engine.members.get(rank, "an unknown address")
+        engine, address = led.engine, led.engine.roster.address(rank) or "an unknown address"
         try:
             await self._hear(part, rank, led, address)
         except KvferryError as error:
@@ -249,8 +247,8 @@ class Ranks:
         try:
             if seconds:
                 await asyncio.sleep(seconds)
-            if engine is not None and rank in engine.members:
-                async with self._asking(engine, engine.members[rank]) as stub:
+            if engine is not None and (address := engine.roster.address(rank)):
+                async with self._asking(engine, address) as stub:
                     await stub.Abort(abort_request(engine, end), timeout=self._config.connect_timeout_s)
                 lost = False
         except KvferryError as error:

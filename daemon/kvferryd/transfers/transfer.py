@@ -27,20 +27,21 @@ from kvferryd.transfers.work import Surroundings, Was, Work
 
 class Course:
     """Milliseconds of each state, of the waits in them, and of what moved the bytes. Times are monotonic, but for
-    `created_at` and `over_at`, which are Unix time."""
+    `created_at` and `over_at`: Unix time, of which the second is told by the first, since that clock may be set
+    meanwhile."""
 
     def __init__(self) -> None:
         self.created_at = time.time()
         self.over_at: float | None = None
         """All ranks' parts have ended."""
         self.ms: defaultdict[str, float] = defaultdict(float)
-        self.began = self._state_began = time.monotonic()
+        self.began = self._state_began = now = time.monotonic()
         self.ordered_at = math.inf
         self.unpublished_since: float | None = None
         """Set while the source has nothing, or nothing more, to read."""
         self.late_half = Awaited.ORDER
         """The half that comes last."""
-        self.waits = Waits()
+        self.waits = Waits(now)
         self.path: PathName | None = None
         self.transport = ""
         self.descriptors = 0
@@ -51,19 +52,17 @@ class Course:
         if not reserved:
             self.late_half = Awaited.RESERVATION
 
-    def leave(self, state: TransferState) -> None:
+    def leave(self, state: TransferState, now: float) -> None:
         """The next state begins. A wait for a publish that goes on is booked so far, and begins anew."""
-        awaited = self.await_publish(awaited=False)
-        now = time.monotonic()
+        awaited = self.await_publish(now, awaited=False)
         self.ms[state.value] += 1e3 * (now - self._state_began)
         self._state_began = now
-        self.await_publish(awaited=awaited)
+        self.await_publish(now, awaited=awaited)
 
-    def await_publish(self, *, awaited: bool) -> bool:
+    def await_publish(self, now: float, *, awaited: bool) -> bool:
         """Whether that is new. The wait is booked as such, and not as time of the state in which it was waited."""
         if awaited is (self.unpublished_since is not None):
             return False
-        now = time.monotonic()
         if self.unpublished_since is not None:
             self.ms["waiting_publish"] += 1e3 * (now - self.unpublished_since)
             self._state_began += now - self.unpublished_since
@@ -71,7 +70,7 @@ class Course:
         return True
 
     def moved(self, began: float) -> None:
-        """A move that began then is over."""
+        """A move that began then is over, however it went."""
         self.ms["moving"] += 1e3 * (time.monotonic() - began)
 
     def flew(self, flights: Iterable[Flight]) -> None:
@@ -81,6 +80,10 @@ class Course:
     def end(self) -> None:
         """The last state has been entered."""
         self.ms["total"] = 1e3 * (self._state_began - self.began)
+
+    def over(self) -> None:
+        """All ranks' parts have ended."""
+        self.over_at = self.created_at + time.monotonic() - self.began
 
     @property
     def took_ms(self) -> float:

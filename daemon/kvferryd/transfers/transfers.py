@@ -23,6 +23,7 @@ from kvferryd.observe import logs
 from kvferryd.observe.history import History
 from kvferryd.observe.metrics import Metrics
 from kvferryd.observe.spans import Spans
+from kvferryd.peers.peer import as_reader
 from kvferryd.peers.peers import Peers
 from kvferryd.transfers.book import Book
 from kvferryd.transfers.order import Order, Reservation
@@ -42,7 +43,7 @@ class Transfers(Book):
         self, config: Config, peers: Peers, metrics: Metrics, history: History, notes: Notes,
         one_fewer: Callable[[], None], instance: str, spans: Spans | None = None,
     ) -> None:  # fmt: skip
-        """one_fewer: called when a transfer's part on this rank has ended and nothing can be written any more.
+        """one_fewer: called when a transfer has ended on all ranks, and when nothing of it can be written any more.
         instance: of this daemon."""
         super().__init__(instance[:8])
         self._config, self._metrics, self._notes, self._spans = config, metrics, notes, spans
@@ -67,7 +68,7 @@ class Transfers(Book):
 
     @property
     def left(self) -> int:
-        """Transfers whose part on this rank has not ended, or may still write."""
+        """As of the machine."""
         return self.requests.left
 
     # ---- the machine ----
@@ -127,7 +128,7 @@ class Transfers(Book):
             case e.TakeOrder(part, order, handed):
                 transfer, engine = self._with_engine(part)
                 assert isinstance(order, Order)
-                transfer.take_order(order, engine.as_reader(order.engine_id), handed=handed)
+                transfer.take_order(order, as_reader(engine, order.engine_id), handed=handed)
             case e.NameSource(part, order):
                 assert isinstance(order, Order)
                 self._by_part[part].order = order
@@ -144,7 +145,9 @@ class Transfers(Book):
                 assert transfer.order is not None
                 self._after.spawn(self._meet(engine, transfer.order))
             case e.HandOn(part, brought):
-                self.ranks.hand_on(*self._with_engine(part), self.requests.parts[part].at, brought)
+                transfer, engine = self._with_engine(part)
+                if engine.world_size > 1:
+                    self.ranks.hand_on(transfer, engine, self.requests.parts[part].at, brought)
             case e.Stop(part, failed, why):
                 self._by_part[part].stop(TransferState.FAILED if failed else TransferState.ABORTED, why)
             case e.TellEnded(part):
@@ -237,14 +240,14 @@ class Transfers(Book):
     async def _meet(self, engine: Engine, order: Order) -> None:
         """A fault here fails again when the peer is needed."""
         with contextlib.suppress(KvferryError):
-            await self._around.peers.get(engine, order.engine_id, order.address, order.epoch)
+            await self._around.peers.of(engine).get(order.engine_id, order.address, order.epoch)
 
     # ---- the daemon and its engines ----
 
     def on_roster(self, engine: Engine) -> None:
         """It is known anew which daemons the engine's ranks have. An attempt that an earlier one of rank 0 has
         handed on ends here: nobody gathers its ends any more."""
-        if leader := engine.instances.get(0):
+        if leader := engine.roster.instance(0):
             self._on(e.Led(self._at(engine), leader))
         self.hand_back(engine)
 
@@ -256,10 +259,10 @@ class Transfers(Book):
 
     def _draining(self, engine: Engine) -> KvferryError | None:
         """Why the engine takes no new transfers: one of its ranks is draining. None where none is."""
-        rank = engine.rank if self.draining else min(engine.draining - {engine.rank}, default=None)
+        rank = engine.rank if self.draining else next(iter(engine.roster.draining), None)
         if rank is None:
             return None
-        address = engine.members.get(rank, self._config.advertise)
+        address = engine.roster.address(rank) or self._config.advertise
         where = f"rank {rank} of engine {engine.engine_id} at {address}" if engine.world_size > 1 else ""
         return draining(rank, where)
 
@@ -364,6 +367,7 @@ class Transfers(Book):
                     await transfer.changed.wait()
 
     async def close(self, timeout_s: float = 10.0) -> None:
+        """Reads that are not quiet, and handshakes, end with the engines, which are closed next."""
         running = [transfer for transfer in self if not transfer.ended.is_set()]
         for transfer in running:
             transfer.stop(TransferState.ABORTED, Conflict("aborted", "the daemon stops"))
@@ -372,5 +376,3 @@ class Transfers(Book):
                 for transfer in running:
                     await transfer.ended.wait()
         await self.ranks.close()
-        if self._after:
-            await asyncio.wait(self._after, timeout=timeout_s)

@@ -29,7 +29,7 @@ from kvferryd.paths import Flight, Move
 from kvferryd.paths.checksums import compare
 from kvferryd.paths.source import SourceReader, announced, bound_to
 from kvferryd.peers.peer import PeerEngine, PeerRank
-from kvferryd.peers.peers import Peers
+from kvferryd.peers.peers import Meeting, Peers
 from kvferryd.plan import check_whole
 from kvferryd.transfers.order import Order, Reservation
 from kvferryd.transport.read import Read
@@ -76,6 +76,7 @@ class Work:
         self._flights: list[Flight] = []
         self._readers: dict[int, SourceReader] = {}
         """Source ranks that are read; none while hands are shaken."""
+        self._meeting: Meeting | None = None
         self._peer: PeerEngine | None = None
         """While it is used."""
         self._stop: tuple[TransferState, KvferryError] | None = None
@@ -256,7 +257,8 @@ class Work:
 
     async def _meet(self, order: Order, reservation: Reservation) -> t.Met:
         self._leave_peer()
-        peer = self._peer = await self._around.peers.use(self._engine, order.engine_id, order.address, order.epoch)
+        self._meeting = self._around.peers.of(self._engine)
+        peer = self._peer = await self._meeting.use(order.engine_id, order.address, order.epoch)
         check_whole(peer.plan, reservation.tables, reservation.tokens or (0, 0))
         read = peer.plan.reads_from or (min(peer.ranks),)  # at least one: it has the metadata and the verdict
         told = {rank: announced(peer.ranks[rank], self._of.request_id, order.lease) for rank in read}
@@ -268,19 +270,23 @@ class Work:
         course, engine, own = self._of.course, self._engine, reservation.tables
         rest = reservation.tokens[1] if reservation.tokens and reservation.zero else None
         bound = await bound_to(peer.plan, readers, own, do.tokens, states=do.states, without=do.without, rest=rest)
+        move = Move(
+            bound, own, do.tokens, do.states, engine, peer, readers, order.priority, self._of.deadline,
+            self._flights, course.waits,
+        )  # fmt: skip
         moved = t.Moved()
         if bound.nbytes:
             path = await paths.choose(order.way or self._around.config.way, bound, engine, peer)
             course.path, course.transport = path.name, path.transport(peer)
             began = time.monotonic()
-            move = Move(
-                bound, own, do.tokens, do.states, engine, peer, readers, order.priority, self._of.deadline,
-                self._flights, course.waits,
-            )  # fmt: skip
-            went = await path.move(move)
-            course.moved(began)
+            try:
+                went = await path.move(move)
+            finally:
+                course.moved(began)
             course.descriptors += went.descriptors
             moved = t.Moved({rank: bound.nbytes_by_rank[rank] for rank in went.ranks}, went.packed, went.failed)
+        else:
+            await paths.zero(move)
         if do.states and moved.failed is None:
             course.flew(self._flights)
         return moved
@@ -312,20 +318,21 @@ class Work:
                 self._take(effect)
             except Exception as error:  # noqa: BLE001
                 self._broke(error)
-        turned = course.await_publish(awaited=it.awaits_publish)
+        now = time.monotonic()
+        turned = course.await_publish(now, awaited=it.awaits_publish)
         if it.state is not self._of.state and not it.state.ended:
-            self._enter(it.state)
+            self._enter(it.state, now)
         elif turned or it.lease != lease:
             self._of.wake()
-        self._note_wait(event)
+        self._note_wait(self.waits_for, now, event)
         if it.do is not before:
             self._heard.set()
 
-    def _note_wait(self, event: t.TransferEvent) -> None:
-        """Keep the wait that this event has ended, if it has."""
-        waits, awaits = self._of.course.waits, self.waits_for
+    def _note_wait(self, awaits: Awaited | None, now: float, event: t.TransferEvent | None = None) -> None:
+        """Keep the wait that is over, if one is. event: that has ended it; None where the transfer ends meanwhile."""
+        waits = self._of.course.waits
         was, on = waits.what, waits.on
-        if awaits is was or not waits.turn(awaits) or was is None:
+        if awaits is was or not waits.turn(awaits, now) or was is None:
             return
         match was:
             case Awaited.ORDER | Awaited.RESERVATION:
@@ -345,18 +352,18 @@ class Work:
             case Awaited.SLOT | Awaited.PACK:
                 waits.keep(was, on)
 
-    def _told_last(self, event: t.TransferEvent) -> SourceReader | None:
+    def _told_last(self, event: t.TransferEvent | None) -> SourceReader | None:
         """The source rank that was waited for: the one that has just told, or of those that have told the least."""
         if isinstance(event, t.Told) and event.rank in self._readers:
             return self._readers[event.rank]
         return min(self._readers.values(), key=lambda reader: reader.lease.num_tokens, default=None)
 
     def _take(self, effect: t.TransferEffect) -> None:
-        peer, it = self._peer, self._of
-        assert peer is not None
+        meeting, peer, it = self._meeting, self._peer, self._of
+        assert meeting is not None and peer is not None
         match effect:
             case t.Forget():
-                self._around.peers.forget(peer)
+                meeting.forget(peer)
             case t.Say(rank, r.Close() as said) if rank not in self._readers:
                 trace = peer_pb2.Trace(traceparent=it.trace.traceparent, x_request_id=it.trace.x_request_id)
                 peer.ranks[rank].stream.close_reading(said, it.request_id, self._by, trace)
@@ -382,8 +389,8 @@ class Work:
 
     # ---- the end ----
 
-    def _enter(self, state: TransferState) -> None:
-        self._of.course.leave(self._of.state)
+    def _enter(self, state: TransferState, now: float) -> None:
+        self._of.course.leave(self._of.state, now)
         self._of.state = state
         self._of.wake()
 
@@ -394,8 +401,10 @@ class Work:
                     flight.abandon()
         it, problem = self._of, verdict.problem
         read = [(each.source, each.read.nbytes, each.answered) for each in self._readers.values()]
-        it.course.await_publish(awaited=False)
-        self._enter(verdict.state)
+        now = time.monotonic()
+        self._note_wait(None, now)
+        it.course.await_publish(now, awaited=False)
+        self._enter(verdict.state, now)
         it.course.end()
         it.problem = problem.kept() if problem else None
         if all(flight.quiet.done() for flight in self._flights):
@@ -452,9 +461,9 @@ class Work:
             reader.end_timer()
         self._readers = {}
         peer, self._peer = self._peer, None
-        if peer is not None:
+        if self._meeting is not None and peer is not None:
             with self._tried("leave the peer"):
-                self._around.peers.leave(peer)
+                self._meeting.leave(peer)
 
     def _tried(self, step: str) -> contextlib.AbstractContextManager[None]:
         """No step of an end keeps a later one from being taken."""

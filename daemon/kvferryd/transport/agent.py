@@ -23,6 +23,7 @@ from kvferry.errors import KvferryError
 from kvferry.memory import cuda
 from kvferryd.aio import settle, submit, when_done
 from kvferryd.observe import logs
+from kvferryd.transport import ucx
 from kvferryd.transport.metadata import Metadata
 from kvferryd.transport.nixl import make_agent, rehearse
 from kvferryd.transport.read import Descriptors, Read, Reads, Span, TransportError, post, typed
@@ -50,7 +51,7 @@ class Agent:
         self.name, self.device = name, device
         self._threads = threads
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._reads = Reads()
         self._in_nixl = threading.Lock()
         """The loop does not wait for it."""
@@ -69,6 +70,8 @@ class Agent:
         self._free = list(range(SCRATCH))
         self._peeks: dict[str, list[tuple[int, asyncio.Future[int]]]] = {}
         """Words that are asked for in this turn of the loop, by peer: their addresses, and who waits."""
+        self.listens_at: tuple[str, ...] = ()
+        """The addresses at which UCX listens for it: those that its interfaces had as it started."""
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
         self._nixl: Any = None
         self._landing: Span | None = None
@@ -83,6 +86,7 @@ class Agent:
         if self.device is not None:
             self.device.bind()  # UCX looks at whatever context is current in the thread that calls it
         self._nixl = make_agent(self.name, threads=self._threads)
+        self.listens_at = tuple(ucx.listens_at())
         self._register(Span(self._scratch.ctypes.data, self._scratch.nbytes, "host"))
         if self.device is not None:
             self._landing = Span(self.device.alloc(cuda.GRANULE), cuda.GRANULE, "cuda", self.device.index)

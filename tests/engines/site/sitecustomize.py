@@ -3,7 +3,8 @@
 vLLM's processes wait for each other with os.sched_yield for a second at a time. With more of them than cores, Linux
 6.18 then leaves other processes, even its own threads, without a core for 20 s and more.
 
-SGLang's processes are forked. If each imports all of it anew, an engine takes three times as long to start.
+On the CPU their processes are forked. If each imports all of its engine anew, one takes two or three times as long to
+start.
 """
 
 import multiprocessing
@@ -12,6 +13,7 @@ import time
 
 YIELD_S = 100e-6
 os.sched_yield = lambda: time.sleep(YIELD_S)
-if "SGLANG_USE_CPU_ENGINE" in os.environ:
-    choose = multiprocessing.set_start_method
+if "SGLANG_USE_CPU_ENGINE" in os.environ or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+    choose, context = multiprocessing.set_start_method, multiprocessing.get_context
     multiprocessing.set_start_method = lambda _, force=False: choose("fork", force)
+    multiprocessing.get_context = lambda _=None: context("fork")

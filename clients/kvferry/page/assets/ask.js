@@ -28,7 +28,6 @@ export async function ask(path) {
   if (answer.status === 401) throw new NeedsToken();
   const ahead = Date.now() - Date.parse(answer.headers.get("date"));
   aheadMs = Math.abs(ahead) > 2000 ? ahead : 0;
-  // 503 is how /readyz says that it is not ready.
-  if (!answer.ok && !(answer.status === 503 && "ready" in body)) throw new NoAnswer(body.detail ?? `${path} answered ${answer.status}`);
+  if (!answer.ok) throw new NoAnswer(body.detail ?? `${path} answered ${answer.status}`);
   return body;
 }

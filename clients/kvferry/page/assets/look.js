@@ -3,8 +3,6 @@
 import { NeedsToken, NoAnswer, token } from "./ask.js";
 import { at, say } from "./dom.js";
 
-const EVERY_MS = 2000;
-
 // What is drawn is new.
 export function shown() {
   at("content").hidden = false;
@@ -20,15 +18,16 @@ function askForToken() {
   at("token").focus();
 }
 
-// draw: asks, draws and calls `shown`. lost: says that what is drawn is old, since nobody answers. Returns what looks now.
-export function looking(draw, lost) {
+// draw: asks, draws and calls `shown`. lost: says that what is drawn is old, since nobody answers. everyMs: between the end
+// of a look and the next. Returns what looks now.
+export function looking(draw, lost, everyMs) {
   let timer = 0, asking = false;
 
   async function look() {
     clearTimeout(timer);
     if (asking || document.hidden) return;
     asking = true;
-    let next = EVERY_MS;
+    let next = everyMs;
     try {
       await draw();
     } catch (error) {

@@ -56,7 +56,7 @@ def _plan(peer: PeerEngine, told: Mapping[int, Manifest | KvferryError]) -> Plan
     from kvferryd.explain.parts import reads
 
     own, plans = peer.own, []
-    missing = dict.fromkeys(own.missing_ranks(), "its daemon has not joined")
+    missing = dict.fromkeys(own.roster.missing, "its daemon has not joined")
     for rank, manifest in told.items():
         try:
             if isinstance(manifest, KvferryError):

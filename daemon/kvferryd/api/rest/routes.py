@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Coroutine
 from typing import Annotated, Any, Never, TypeVar
 
@@ -88,7 +89,7 @@ def transfers(ferry: Ferry) -> APIRouter:
         if wait and request_id is not None:
             await waited_for(request, ferry, ferry.wait_request(request_id, wait))
         records, cursor, whole = ferry.transfers(request_id, state, since, limit)
-        rest = json.dumps({"cursor": cursor, "whole": whole}).encode()
+        rest = json.dumps({"cursor": cursor, "whole": whole, "now": time.time()}).encode()
         return Response(b'{"transfers":[' + b",".join(records) + b"]," + rest[1:], media_type="application/json")
 
     @router.get("/{transfer_id}", responses=problems(404))

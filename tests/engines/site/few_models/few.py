@@ -1,19 +1,24 @@
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.minicpm3 import MiniCPM3ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 
 class Gemma3OfTwoPools(Gemma3ForCausalLM):
     """SGLang keeps the windows of Gemma 3 in the pool of the other layers, by this class's name."""
 
 
-EntryClass = [LlamaForCausalLM, Gemma3ForCausalLM, Gemma3OfTwoPools, MiniCPM3ForCausalLM, Qwen3ForCausalLM]
+EntryClass = [
+    LlamaForCausalLM, LlamaForCausalLMEagle, Gemma3ForCausalLM, Gemma3OfTwoPools, MiniCPM3ForCausalLM, Qwen3ForCausalLM,
+]  # fmt: skip
 
 # DP attention pads with it. Of SGLang's attention on CPUs only that of AMX has one.
 TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
@@ -36,3 +41,21 @@ def _in_its_pool(run: Callable[..., Any]) -> Callable[..., Any]:
 
 for each in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
     setattr(TorchNativeAttnBackend, each, _in_its_pool(getattr(TorchNativeAttnBackend, each)))
+
+
+def _verified(extend: Callable[..., Any]) -> Callable[..., Any]:
+    """Tokens that were guessed come after what each request has, one behind the other: SGLang's attention of torch is
+    not told so."""
+
+    def read(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> Any:
+        if batch.forward_mode.is_target_verify():
+            batch, guessed = copy(batch), torch.full_like(batch.seq_lens, batch.spec_info.draft_token_num)
+            batch.extend_prefix_lens, batch.extend_seq_lens = batch.seq_lens, guessed
+            batch.seq_lens = batch.seq_lens + guessed
+        return extend(self, q, k, v, layer, batch, save_kv_cache)
+
+    return read
+
+
+TorchNativeAttnBackend.forward_extend = _verified(TorchNativeAttnBackend.forward_extend)
+DraftBackendFactory.create_draft_extend_backend = lambda self: TorchNativeAttnBackend(self.draft_model_runner)

@@ -14,11 +14,12 @@ import { over } from "./record.js";
 import { beginTransfers, setTransfers, tickTransfers } from "./transfers.js";
 import { plural, span } from "./units.js";
 
-const TICK_MS = 500, SLOW_MS = 30000, FIRST = 300, MOST = 1000, KEPT = 3000;
+// A harm is drawn within 2 s of the first failure: one passes until the next look, one is left for its answers.
+const EVERY_MS = 1000, SECTIONS_MS = 4000, TICK_MS = 500, SLOW_MS = 30000, FIRST = 300, MOST = 1000, KEPT = 3000;
 const STATES = { ready: "good", degraded: "wait", "not ready": "bad" };
 const records = new Map();
 const inView = new Set();
-let cursor = "", heldEngines = "", infoAt = -Infinity;
+let cursor = "", heldEngines = "", wrong = "", infoAt = -Infinity, sectionsAt = -Infinity;
 
 function ready({ state, reasons, warnings }) {
   at("ready").className = `chip ${STATES[state]}`;
@@ -99,8 +100,8 @@ const SECTIONS = {
 };
 
 async function lookAtAll() {
-  const readiness = await ask("readyz"), { reasons } = readiness;
   const [transfers, totals] = await Promise.all([ask(`v1/transfers?${cursor ? `since=${cursor}&limit=${MOST}` : `limit=${FIRST}`}`), ask("v1/totals")]);
+  const { readiness, failed_lately, leases } = totals, { reasons } = readiness;
   if (performance.now() - infoAt > SLOW_MS) {
     facts(await ask("v1/info"));
     infoAt = performance.now();
@@ -110,18 +111,22 @@ async function lookAtAll() {
   if (drain) say("draining", drain.drained ? "drained" : `draining: ${drain.leases} leases, ${drain.transfers} transfers left`);
   learn(transfers);
   ready(readiness);
-  failing(totals.failed_lately);
+  failing(failed_lately);
   const all = [...records.values()];
   setTransfers(all);
   drawTotals(totals, all);
   shown();
   route();
   await lookAtHistory();
+  // Sections say at once what has gone wrong.
+  const now = JSON.stringify([readiness, failed_lately, leases.expired, leases.revoked]);
+  if (now === wrong && performance.now() - sectionsAt < SECTIONS_MS) return;
+  [wrong, sectionsAt] = [now, performance.now()];
   await Promise.all([...inView].map((id) => SECTIONS[id]()));
 }
 
 const look = looking(lookAtAll, (error) =>
-  ready({ state: "not ready", reasons: [`The daemon does not answer (${error.message}). What is below is old.`] }));
+  ready({ state: "not ready", reasons: [`The daemon does not answer (${error.message}). What is below is old.`] }), EVERY_MS);
 
 addEventListener("hashchange", route);
 addEventListener("keydown", (event) => {
@@ -139,7 +144,9 @@ beginHistory();
 // A section is asked for while it is seen.
 const seeing = new IntersectionObserver((seen) => {
   for (const { target, isIntersecting } of seen) isIntersecting ? inView.add(target.id) : inView.delete(target.id);
-  if (seen.some(({ isIntersecting }) => isIntersecting) && !at("content").hidden) look();
+  if (!seen.some(({ isIntersecting }) => isIntersecting)) return;
+  sectionsAt = -Infinity;
+  if (!at("content").hidden) look();
 }, { rootMargin: "200px" });
 for (const id of Object.keys(SECTIONS)) seeing.observe(at(id));
 look();

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import warm
+
 CONTINUE = 'read -r _; kill -CONT "$0"'
 """Ends when our end of its stdin is closed: by us, or by the kernel when we are killed."""
 
@@ -25,7 +27,7 @@ def stopped(pid: int, *, group: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def stepped(pid: int, runs_s: float = 0.002, *, group: bool = True) -> Iterator[Callable[[], None]]:
+def stepped(pid: int, runs_s: float = 0.001, *, group: bool = True) -> Iterator[Callable[[], None]]:
     """SIGSTOP as in `stopped`; each call of what this yields lets the process run for `runs_s` seconds. A fact that a
     test sees between two calls is still true at the next."""
 
@@ -42,7 +44,7 @@ def _stop(pid: int, group: bool) -> None:
     """The process first, then its group. A child that is stopped between vfork and exec holds up its parent, which
     then never stops."""
     os.kill(pid, signal.SIGSTOP)
-    assert os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED
+    assert warm.stands_still(pid)
     if group:
         os.killpg(pid, signal.SIGSTOP)
 

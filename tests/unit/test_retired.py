@@ -1,29 +1,41 @@
 """The end of an engine's session does not stop half-way: a step that fails stops no other, and is said by its name.
 
 But for those that free memory: while anything may still read or write it, it stays, and no engine is told otherwise.
+Nothing is left behind of the engine's peers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import structlog
-from stepped import Daemon, manifest_of
+from alone import first_of, peer_served
+from caches import attention, cache
+from stepped import Daemon, manifest_of, stepping
 from stepwise import Agent, World
 
 from kvferry.errors import KvferryError
 from kvferry.process import Process
 from kvferry.protocol.session import STEP_S
-from kvferry.protocol.session_events import Allocated, Rank
-from kvferry.v1 import engine_pb2
-from kvferryd.engine import registration
+from kvferry.protocol.session_events import Rank
+from kvferry.v1 import engine_pb2, peer_pb2, peer_pb2_grpc
+from kvferryd.config import Config
+from kvferryd.engine import Engine, registration
 from kvferryd.engine.session import Session
 from kvferryd.memory import Files
+from kvferryd.observe.metrics import Metrics
+from kvferryd.peers import reader_stream
+from kvferryd.peers.peer import PeerEngine, PeerRank, as_reader
+from kvferryd.peers.peers import Peers
+from kvferryd.plan import plan
+from kvferryd.transport.read import TransportError
 
+pytestmark = pytest.mark.anyio
 ADDRESS = "127.0.0.1:7001"
 
 
@@ -145,30 +157,6 @@ def test_memory_that_may_still_be_used_is_neither_freed_nor_called_quiet(
     assert attached_anew(daemon).id != engine.session.id
 
 
-def test_memory_is_freed_when_what_used_it_stops_after_it_was_given_up(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    daemon = a_daemon(world)
-    agent, memory, arena, stops = daemon.engine.agent, region(daemon), daemon.engine.arena.region, asyncio.Event()
-    close = agent.close
-
-    async def closes_late() -> bool:
-        await stops.wait()
-        return await close()
-
-    monkeypatch.setattr(agent, "close", closes_late)
-    with world.within(daemon.process):
-        ending = world.loop.create_task(daemon.ferry.registry.end(daemon.engine.session.id))
-        world.loop.settle()
-        assert not ending.done()
-        world.loop.pass_time(STEP_S + 1.0)
-        assert getattr(ending.exception(), "code", "") == "not_quiet" and not memory.closed
-        world.loop.call(stops.set)
-        world.loop.pass_time(1.0)
-    assert memory.closed and arena.closed and not daemon.ferry.totals().unfreed_bytes
-    assert not daemon.ferry.registry._sessions
-
-
 @pytest.mark.parametrize("stops", [True, False])
 def test_memory_of_a_registration_that_ends_late_is_freed_if_what_it_began_has_stopped(
     world: World, monkeypatch: pytest.MonkeyPatch, *, stops: bool
@@ -207,25 +195,6 @@ def _noted(close: Callable[[], Any], taken: list[str], name: str) -> Callable[[]
     return noted
 
 
-def test_memory_that_waited_for_its_engine_and_cannot_be_freed_keeps_no_other_start_away(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    daemon = a_daemon(world)
-    kept = region(daemon)
-    kept.owned = True
-    session, registry = daemon.engine.session, daemon.ferry.registry
-    with world.within(daemon.process):
-        world.loop.call(registry._feed, Allocated(session.id, owned=True))
-        world.loop.complete(registry.end(session.id))
-    assert session.id in registry._sessions and not kept.closed
-    monkeypatch.setattr(kept, "close", breaks)
-    with structlog.testing.capture_logs() as logged:
-        attached_anew(daemon)
-    assert "free region 0" in {line.get("step") for line in logged}
-    assert daemon.ferry.totals().unfreed_bytes == kept.span.nbytes
-    assert session.id not in registry._sessions
-
-
 def test_a_region_that_comes_too_late_and_cannot_be_freed_is_accounted_for(world: World) -> None:
     daemon = a_daemon(world)
     ended(daemon)
@@ -246,3 +215,122 @@ def test_a_region_that_comes_too_late_and_cannot_be_freed_is_accounted_for(world
     with world.within(daemon.process), pytest.raises(KvferryError, match="has ended"):
         world.loop.complete(adopted())
     assert daemon.ferry.totals().unfreed_bytes
+
+
+# ---- peers, however many they are, and whether they answer ----
+
+
+PEERS = 3
+
+
+class Sources(peer_pb2_grpc.PeerServicer):
+    """No stream ends before every reader has ended its own."""
+
+    def __init__(self) -> None:
+        self.read = self.left = 0
+        self.changed = asyncio.Condition()
+
+    async def Read(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[peer_pb2.ReadReply]:
+        self.read += 1
+        async for _ in requests:
+            async with self.changed:
+                self.changed.notify_all()
+        self.left += 1
+        async with self.changed:
+            self.changed.notify_all()
+            await self.changed.wait_for(lambda: self.left == PEERS)
+        if False:
+            yield
+
+
+async def test_streams_to_all_peers_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_stream, "CLOSE_S", 3600.0)
+    sources, peers = Sources(), Peers(Config(), Metrics())
+
+    async def shake(engine: Engine, name: str, address: str, *_: object) -> PeerEngine:
+        manifest = cache(*attention(), engine=name)
+        opening = peer_pb2.ReadOpening(reader=as_reader(engine, name))
+        rank = PeerRank(peers.channels.open(address), manifest, 1, "", "a", b"", {}, opening)
+        assert not rank.stream.over
+        return PeerEngine(name, "1", {0: rank}, plan([manifest], manifest), engine, defaultdict(float))
+
+    monkeypatch.setattr(peers._handshakes, "shake", shake)
+    async with asyncio.timeout(60), peer_served(sources) as address:
+        engine = first_of(address)
+        for name in map(str, range(PEERS)):
+            await peers.of(engine).get(name, address)
+        async with sources.changed:
+            await sources.changed.wait_for(lambda: sources.read == PEERS)
+        await peers.forget_engine(engine)
+        assert not len(peers.channels)
+        await peers.close()
+
+
+class Silent(peer_pb2_grpc.PeerServicer):
+    def __init__(self) -> None:
+        self.asked = asyncio.Semaphore(0)
+
+    async def Handshake(self, request: Any, context: Any) -> peer_pb2.HandshakeReply:
+        self.asked.release()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("end", ["retired", "closed"])
+async def test_no_handshake_outlives_its_engine(end: str) -> None:
+    """Nor does it keep anybody waiting: each caller is told at once."""
+    silent, peers = Silent(), Peers(Config(connect_timeout_s=600), Metrics())
+    async with asyncio.timeout(60), peer_served(silent) as address:
+        engine = first_of(address)
+        getting = [asyncio.create_task(peers.of(engine).get(name, address)) for name in ("far", "far", "farther")]
+        peers.want(engine, (address,))
+        for _ in range(3):
+            await silent.asked.acquire()
+        assert len(of_meetings()) == 3
+        await (peers.forget_engine(engine) if end == "retired" else peers.close())
+        assert not of_meetings() and not len(peers.channels)
+        await asyncio.wait(getting)
+        errors = [each.exception() for each in getting]
+        assert [each.code for each in errors if isinstance(each, KvferryError)] == 3 * ["engine_gone"]
+        await peers.close()
+
+
+def of_meetings() -> list[str]:
+    """All that is under way for an engine, its callers aside."""
+    names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+    return [name for name in names if name.startswith("Meeting._")]
+
+
+@pytest.mark.parametrize("cut", ["stopped", "retired"])
+def test_a_handshake_that_is_stopped_while_it_is_undone_leaves_nothing(cut: str) -> None:
+    """Its bound passes, or its engine leaves, while NIXL takes its time over the first name."""
+    with stepping() as world:
+        homes = {0: "127.0.0.1:7001", 1: "127.0.0.1:7002"}
+        for rank, address in homes.items():
+            Daemon(world, address, manifest_of("prefill", rank=rank, of=2, heads=2), homes)
+        reader = Daemon(world, own := "127.0.0.1:7003", manifest_of("decode", heads=2), {0: own})
+        peers, agent = reader.ferry.peers_known, world.agents[reader.engine.agent.name]
+        remove, unloading = agent.remove_peer, asyncio.Event()
+
+        async def warm(peer: str, span: object) -> None:
+            raise TransportError("transport_failed", "NIXL does not connect")
+
+        async def remove_peer(alias: str) -> None:
+            await unloading.wait()
+            await remove(alias)
+
+        agent.warm, agent.remove_peer = warm, remove_peer  # type: ignore[method-assign]
+        with world.within(reader.process):
+            asked = world.loop.create_task(peers.of(reader.engine).get("prefill", homes[0]))
+            world.loop.settle()
+            world.run()
+            assert len(agent._peers) == 2 and not asked.done()
+            if cut == "stopped":
+                world.loop.pass_time(peers._handshakes.within_s)
+            else:
+                world.loop.create_task(peers.forget_engine(reader.engine))
+                world.loop.settle()
+            assert isinstance(asked.exception(), KvferryError)
+            world.loop.call(unloading.set)
+            world.run()
+        assert not agent._peers and not len(peers.channels)
