@@ -23,13 +23,15 @@ def _number(given: object) -> object:
     return given
 
 
-Whole = Annotated[int, BeforeValidator(_number)]
-Span = tuple[Annotated[Whole, Field(ge=0)], Annotated[Whole, Field(ge=0)]]
+Number = BeforeValidator(_number)
+"""Behind a field's bounds: pydantic writes those that come after it into /openapi.json under names of its own."""
 MAX_REQUEST_ID = 256
 MAX_METADATA = 64 << 10
 """Bytes beside a lease's KV."""
 MAX_NUMBER = 1 << 53
 """Above the numbers of leases: JSON's readers keep integers below it whole."""
+Token = Annotated[int, Field(ge=0, lt=MAX_NUMBER), Number]
+Span = tuple[Token, Token]
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_REQUEST_ID)]
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}$", max_length=300)]
 ADDRESS_REMEDY = "write host:port, with brackets round an IPv6 address"
@@ -108,7 +110,7 @@ class SourceBody(_Request):
     engine_id: RequestId
     address: Address
     epoch: Annotated[str, StringConstraints(max_length=256)] | None = None
-    lease: Annotated[Whole, Field(ge=1, lt=MAX_NUMBER)] | None = None
+    lease: Annotated[int, Field(ge=1, lt=MAX_NUMBER), Number] | None = None
 
 
 class DestinationBody(_Request):
@@ -136,10 +138,10 @@ class OrderBody(_Request):
     request_id: RequestId
     source: SourceBody
     destination: DestinationBody | None = None
-    priority: Annotated[Whole, Field(ge=-100, le=100)] = 0
-    deadline_ms: Annotated[Whole, Field(ge=1, le=3_600_000)] | None = None
+    priority: Annotated[int, Field(ge=-100, le=100), Number] = 0
+    deadline_ms: Annotated[int, Field(ge=1, le=3_600_000), Number] | None = None
     way: Way | None = None
-    attempt: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
+    attempt: Annotated[int, Field(ge=1, lt=2**31), Number] | None = None
     order_id: RequestId | None = None
 
 
@@ -537,7 +539,7 @@ class DrainStatus(_Answer):
 class DrainRequest(_Request):
     """`wait_s`: hold the answer until nothing is left, at most this long."""
 
-    wait_s: Annotated[float, BeforeValidator(_number), Field(ge=0, le=3600)] = 0.0
+    wait_s: Annotated[float, Field(ge=0, le=3600), Number] = 0.0
 
 
 class AbortResult(_Answer):

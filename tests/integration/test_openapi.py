@@ -94,6 +94,37 @@ def test_every_error_is_a_problem(document: dict[str, Any]) -> None:
                 assert list(response["content"]) == ["application/problem+json"], (name, status)
 
 
+def test_each_number_that_a_caller_gives_is_bounded_on_both_sides(document: dict[str, Any]) -> None:
+    """Python's integers and floats reach further than what they become; only `wait` is cut to what it may be."""
+    met = []
+
+    def unbounded(where: str, schema: dict[str, Any]) -> Iterator[str]:
+        if "$ref" in schema:
+            schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        if schema.get("type") in ("integer", "number"):
+            met.append(where)
+            if not (
+                schema.keys() & {"minimum", "exclusiveMinimum"} and schema.keys() & {"maximum", "exclusiveMaximum"}
+            ):
+                yield where
+        for name, each in schema.get("properties", {}).items():
+            yield from unbounded(f"{where}.{name}", each)
+        for each in (*schema.get("anyOf", ()), *schema.get("prefixItems", ())):
+            yield from unbounded(where, each)
+
+    found = {
+        fault
+        for name, operation in operations(document)
+        for where, schema in [
+            *((f"{name} {each['name']}", each["schema"]) for each in operation.get("parameters", ())),
+            *((name, each["schema"]) for each in operation.get("requestBody", {}).get("content", {}).values()),
+        ]
+        for fault in unbounded(where, schema)
+    }
+    assert found == {"GET /v1/transfers wait", "GET /v1/transfers/{transfer_id} wait"}
+    assert {"POST /v1/transfers.source.lease", "POST /v1/transfers.destination.token_range"} <= {*met}
+
+
 def test_it_asks_for_what_the_daemon_asks_for(document: dict[str, Any]) -> None:
     assert document["components"]["securitySchemes"].keys() == {"token", "certificate"}
     assert document["security"] == [{"token": []}]

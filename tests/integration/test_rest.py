@@ -147,7 +147,10 @@ def test_a_malformed_query_is_told(query: str) -> None:
     assert fault["field"] == query.partition("=")[0]
 
 
-@pytest.mark.parametrize("query", ["span_s=0", "span_s=86401", "step_s=90", "step_s=0", "since=-1", "peers=2"])
+@pytest.mark.parametrize(
+    "query",
+    ["span_s=0", "span_s=86401", "step_s=90", "step_s=0", "since=-1", "since=1.7976931348623157e308", "peers=2"],
+)
 def test_a_malformed_question_for_the_history_is_told(query: str) -> None:
     fault = problem(asked(lambda client: client.get(f"/v1/history?{query}")), 422, "malformed_request")
     assert fault["field"] == query.partition("=")[0]

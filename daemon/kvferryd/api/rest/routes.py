@@ -226,7 +226,13 @@ def daemon(ferry: Ferry) -> APIRouter:
             ),
         ] = MINUTE_S,
         since: Annotated[
-            float, Query(ge=0, allow_inf_nan=False, description="nothing that has ended before, in seconds since 1970")
+            float,
+            Query(
+                ge=0,
+                lt=schemas.MAX_NUMBER,
+                allow_inf_nan=False,
+                description="nothing that has ended before, in seconds since 1970",
+            ),
         ] = 0.0,
         peers: Annotated[bool, Query(description="figures of each peer over the span, too")] = False,
     ) -> schemas.History:
