@@ -873,7 +873,9 @@ MADE: dict[tuple[str, str], Maker | By] = {
     (MEMORY, "`kvferry_unfreed_bytes` is above 0"): not_freed,
     (MEMORY, "prefill's blocks are not freed"): unread,
     (MEMORY, "GPU memory of a dead source stays taken"): By(
-        "gpu/test_memory.py", ("test_memory_of_a_killed_engine_is_readable_and_taken_until_it_is_closed",), "a GPU"
+        "gpu/test_leaks.py",
+        ("test_a_direct_reader_keeps_the_memory_of_a_killed_daemon", "test_a_killed_daemon_of_the_source"),
+        "a GPU",
     ),
 }
 
