@@ -976,6 +976,20 @@ def a_service_shows_prometheus_every_daemon_and_engine(cluster: Cluster) -> Iter
                 yield f"{engine.name}: nobody reads {container['name']}'s metrics"
             if not _prometheus_reaches(cluster, port):
                 yield f"{engine.name}: Prometheus does not reach {port}"
+    for name, template in cluster.pods:
+        for container, port in _of_daemons(template["spec"]):
+            if not matches(spec["selector"], template["metadata"]["labels"]) or not any(
+                container_port(container, one["targetPort"]) == port for one in spec["ports"]
+            ):
+                yield f"{name}: nobody reads the metrics of the daemon at port {port}"
+
+
+def _of_daemons(pod: Resource) -> Iterator[tuple[Resource, int]]:
+    """(container, port) of each REST API of a daemon, in whichever container it runs."""
+    for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+        for port in container.get("ports", ()):
+            if port["name"].partition("-")[0] == "rest":
+                yield container, port["containerPort"]
 
 
 @policy(

@@ -9,7 +9,7 @@ import pytest
 import test_node
 import test_one_container
 from policies import POLICIES, Policy
-from rendered import VARIANTS, Cluster, Variant, helm, kustomize
+from rendered import PLACED, VARIANTS, Cluster, Variant, helm, kustomize
 
 RENDERERS: dict[str, Callable[[Variant], list[dict[str, Any]]]] = {
     "kustomize": lambda variant: kustomize(variant.overlay, variant.components),
@@ -26,6 +26,8 @@ LOST = [
 ]
 MODES = {"node": test_node, "container": test_one_container}
 """Modes in which no container beside an engine is a daemon's own."""
+EVERYWHERE = [policy for policy in POLICIES if policy.only in ("placed", "metrics-service")]
+"""Policies of values that each mode has."""
 
 
 @pytest.mark.parametrize(("renderer", "variant"), KEPT)
@@ -62,6 +64,16 @@ def test_a_policy_of_a_mode_notices_what_is_removed(mode: str, policy: Policy, l
     cluster = Cluster(MODES[mode].RENDERED["vllm"]())
     policy.lose[lost](cluster)
     assert list(policy.check(cluster)) != [], f"{policy.name} does not notice {lost}"
+
+
+@pytest.mark.parametrize("policy", EVERYWHERE, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_keeps_what_is_asked_of_every_pod_and_notices_what_is_removed(mode: str, policy: Policy) -> None:
+    for lost in (None, *policy.lose.values()):
+        cluster = Cluster(helm({"gpu": {"mode": mode}, "ranksPerPod": 2, **PLACED}))
+        if lost is not None:
+            lost(cluster)
+        assert (list(policy.check(cluster)) == []) is (lost is None)
 
 
 def test_every_policy_applies_somewhere_and_can_fail() -> None:
