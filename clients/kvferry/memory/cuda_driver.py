@@ -108,7 +108,8 @@ _REMEDIES = {
     "cuMemHostAlloc": "raise the limit of locked memory (capability IPC_LOCK), or ask for fewer bytes",
     "cuMemHostRegister_v2": "synchronise the stream on the host instead, and publish without a fence",
     "cuStreamWriteValue64_v2": "give a stream of the GPU that was named, or synchronise it and publish without a fence",
-    "cuIpcOpenMemHandle_v2": "its exporter must live, be another process of this host, and its GPU reach this one",
+    "cuIpcOpenMemHandle_v2": "its exporter must live, in this PID namespace, and its GPU reach this one;"
+    " between pods take memory of the daemon (torch_pool), or hand over descriptors (kvferry.memory.vmm.export)",
     "cuIpcGetMemHandle": "only memory from cuMemAlloc or cudaMalloc can be exported, and only outside WSL",
     "cuMemImportFromShareableHandle": "hand over descriptors of GPU memory, and let this process see its GPU",
     "cuMemMap": "hand over the sizes that the allocations really have (kvferry.memory.vmm.export)",
