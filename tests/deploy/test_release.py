@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)
+INSTALL_S = 700
+"""From the network, beside other tests: it is a minute on a machine at rest, and was above five with load 20."""
 ROOT = Path(__file__).parents[2]
 TOOL = """\
 #!/bin/sh
@@ -49,7 +52,7 @@ def cut(folder: Path) -> None:
 def made(folder: Path) -> str:
     """The output of `make release`."""
     command = ["make", "--no-print-directory", "release", f"RELEASE_VENV={ROOT / '.venv-release'}", "IMAGES="]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -133,7 +136,6 @@ def test_the_bill_of_materials_has_every_locked_package(release: Path, image: st
 
 
 @pytest.mark.long  # the gate follows all of docs/start.md so
-@pytest.mark.timeout(400)
 def test_the_wheel_is_installed_as_documented_in_a_fresh_environment(release: Path, tmp_path: Path) -> None:
     """The two commands for a machine without a GPU (docs/start.md) take a minute where packages are at hand."""
     (wheel,) = release.glob("kvferry-0.1.0-*.whl")
