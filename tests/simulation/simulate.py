@@ -79,11 +79,11 @@ def played(seed: int, found: Found) -> str:
     return kind
 
 
-def for_seconds(world: str, first: int, seconds: float, runs: float = float("inf")) -> Found:
-    """runs: the most."""
+def for_seconds(world: str, first: int, seconds: float, runs: float = float("inf"), *, fewest: int = 0) -> Found:
+    """runs: the most. fewest: played also where that takes longer."""
     rng, found, until = random.Random(first), Found(world), time.monotonic() + seconds
     with watched(found.pairs):
-        while time.monotonic() < until and found.runs < runs:
+        while found.runs < fewest or (time.monotonic() < until and found.runs < runs):
             played(rng.randrange(SEEDS), found)
     return found
 

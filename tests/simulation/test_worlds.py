@@ -28,6 +28,8 @@ DONE = {
     "roster": 0.99,
 }  # fmt: skip
 """Of each run: what it has to do, and does. A keeper that is told to stop is not asked for more."""
+FEWEST = 50
+"""Runs of each world, whatever the time is that a busy machine leaves for them: of few, all may do too little."""
 MOST = 10_000
 """Seeds that a planted fault is looked for in."""
 NEAR = {
@@ -60,7 +62,7 @@ FAULTS = [pytest.param(world, fault, id=fault) for world, faults in PLANTED.item
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_whatever_happens_all_holds(world: str) -> None:
-    found = for_seconds(world, SEED, SECONDS[world])
+    found = for_seconds(world, SEED, SECONDS[world], fewest=FEWEST)
     print(found)
     assert not found.kinds, found
     assert found.ends["done"] > DONE[world] * found.runs, found
