@@ -16,7 +16,7 @@ from kvferry import router as router_module
 from kvferry.errors import KvferryError, Refusal
 from kvferry.manifest import Manifest
 from kvferry.router import DaemonError, RouterClient
-from kvferry.schemas import OrderBody, Ordered, PeerRequest, SourceBody, Totals, TransferState
+from kvferry.schemas import OrderBody, PeerRequest, SourceBody, Totals, TransferState
 from kvferryd.demo.fleet import DaemonService, Fleet
 from support import refused
 
@@ -204,12 +204,9 @@ async def unanswered(url: str) -> DaemonError:
 
 
 def test_nobody_there_is_daemon_unreachable() -> None:
-    async def nobody() -> DaemonError:
-        async with answering() as (url, _):
-            pass
-        return await unanswered(url)
-
-    error = asyncio.run(nobody())
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody else listens there meanwhile
+        error = asyncio.run(unanswered(f"http://127.0.0.1:{held.getsockname()[1]}"))
     assert (error.code, error.status) == ("daemon_unreachable", 0)
     assert "kvferry serve" in error.remedy
 
@@ -230,14 +227,20 @@ def test_a_daemon_that_hangs_is_given_up_after_the_timeout_and_named() -> None:
 def test_a_client_opens_no_more_connections_than_a_daemon_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "CONNECTIONS", 1)
 
-    async def twice() -> tuple[list[BaseException | Ordered], int]:
-        async with answering(hold=True) as (url, requests), RouterClient(url, timeout_s=0.4) as client:
-            both = await asyncio.gather(client.order(ORDER), client.order(ORDER), return_exceptions=True)
-            return both, len(requests)
+    async def twice() -> tuple[DaemonError, int]:
+        async with answering(hold=True) as (url, requests), RouterClient(url) as client:
+            first = asyncio.create_task(client.transfers(wait_s=60))
+            async with asyncio.timeout(60):
+                while not requests:  # noqa: ASYNC110  nothing else tells that it has the connection
+                    await asyncio.sleep(0.01)
+            client.timeout_s = 0.4
+            with refused("client_full", DaemonError) as full:
+                await client.transfers(wait_s=60)
+            first.cancel()
+            await asyncio.wait([first])
+            return full.value, len(requests)
 
-    (first, second), asked = asyncio.run(twice())
-    assert isinstance(first, DaemonError) and first.code == "daemon_timeout"
-    assert isinstance(second, DaemonError) and second.code == "client_full"
+    second, asked = asyncio.run(twice())
     assert asked == 1 and "all 1 connections" in second.message and second.remedy
 
 
