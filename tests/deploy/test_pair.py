@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,24 +14,18 @@ import httpx
 import psutil
 import pytest
 
+from kvferryd.demo.fleet import Fleet
+
 ENGINE = Path(__file__).parents[2] / "deploy" / "pair" / "engine.py"
 TIMEOUT_S = 60.0
 UCX_PORTS = range(17411, 17475)
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 @contextlib.contextmanager
-def daemon(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str], int, int]]:
+def daemon(folder: Path, fleet: Fleet) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str], int, int]]:
     """(process, variables of its engine, REST port, peer port)."""
     folder.mkdir()
-    rest, peer = free_ports(2)
+    rest, peer = fleet.free_port(), fleet.free_port()
     variables = {
         "KVFERRY_REST": f"127.0.0.1:{rest}",
         "KVFERRY_PEER": f"127.0.0.1:{peer}",
@@ -60,10 +53,10 @@ def listening(process: subprocess.Popen[bytes]) -> set[int]:
 
 
 @pytest.mark.timeout(180)
-def test_a_request_moves_over_the_ports_that_the_network_policy_opens(tmp_path: Path) -> None:
+def test_a_request_moves_over_the_ports_that_the_network_policy_opens(tmp_path: Path, own_fleet: Fleet) -> None:
     with contextlib.ExitStack() as stack:
-        source, prefill_env, rest, peer = stack.enter_context(daemon(tmp_path / "prefill"))
-        _, decode_env, _, _ = stack.enter_context(daemon(tmp_path / "decode"))
+        source, prefill_env, rest, peer = stack.enter_context(daemon(tmp_path / "prefill", own_fleet))
+        _, decode_env, _, _ = stack.enter_context(daemon(tmp_path / "decode", own_fleet))
         prefill = subprocess.Popen(
             [sys.executable, str(ENGINE), "prefill", "r"], env=prefill_env, stdout=subprocess.PIPE
         )
@@ -82,9 +75,9 @@ def test_a_request_moves_over_the_ports_that_the_network_policy_opens(tmp_path: 
 
 
 @pytest.mark.timeout(60)
-def test_a_daemon_without_an_engine_is_alive_and_not_ready(tmp_path: Path) -> None:
+def test_a_daemon_without_an_engine_is_alive_and_not_ready(tmp_path: Path, own_fleet: Fleet) -> None:
     """Why a startup probe asks /healthz: the engine is started after it has succeeded."""
-    with daemon(tmp_path / "alone") as (_, _, rest, _):
+    with daemon(tmp_path / "alone", own_fleet) as (_, _, rest, _):
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             try:

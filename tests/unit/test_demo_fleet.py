@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvferry.errors import KvferryError
 from kvferryd.demo import fleet
-from kvferryd.demo.fleet import HOST, Fleet, Service
+from kvferryd.demo.fleet import Fleet, Service
 
 SLEEPS = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -22,9 +22,8 @@ SLEEPS = [sys.executable, "-c", "import signal; signal.pause()"]
 def test_no_two_fleets_give_out_one_port_though_nobody_listens_there_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        only = probe.getsockname()[1]
+    with closing(Fleet(tmp_path / "before")) as before:
+        only = before.free_port()
     monkeypatch.setattr(fleet, "PORTS", range(only, only + 1))
     first, second = Fleet(tmp_path / "first"), Fleet(tmp_path / "second")
     try:

@@ -16,6 +16,7 @@ from kvferry.schemas import SourceBody
 from kvferry.sglang import bootstrap
 from kvferry.sglang.answer import answer
 from kvferry.sglang.bootstrap import ASK_S, ASKS, GLANCE_S, MOST_NBYTES, PATH, Prefill, Sources
+from kvferryd.demo.fleet import Fleet
 
 PREFILL = Prefill(
     sources=[SourceBody(engine_id="p", address="10.0.0.7:1")], kv_cache_dtype="fp8_e4m3", encoding="fp8_e4m3fn"
@@ -145,17 +146,15 @@ def test_an_answer_that_never_ends_has_a_deadline_too(sources: Sources) -> None:
     ("host", "asked"), [("::", "[::1]"), ("::", "127.0.0.1"), ("::1", "[::1]"), ("localhost", "localhost")]
 )
 def test_a_prefill_engine_answers_on_the_host_that_it_was_given_of_either_family(
-    sources: Sources, host: str, asked: str
+    sources: Sources, host: str, asked: str, own_fleet: Fleet
 ) -> None:
-    with socket.socket(socket.AF_INET6) as free:
-        free.bind(("::", 0))
-        port = free.getsockname()[1]
+    port = own_fleet.free_port()
     answer(host, port, 0, 1, PREFILL)
     until(lambda: sources.ensure(f"{asked}:{port}"), 30.0)
 
 
 def test_a_prefill_engine_answers_by_ipv4_on_a_host_of_both_families(
-    sources: Sources, monkeypatch: pytest.MonkeyPatch
+    sources: Sources, monkeypatch: pytest.MonkeyPatch, own_fleet: Fleet
 ) -> None:
     """As most hosts name `localhost`, the family of IPv6 first; routers say 127.0.0.1 of it."""
     look_up = socket.getaddrinfo
@@ -164,18 +163,14 @@ def test_a_prefill_engine_answers_by_ipv4_on_a_host_of_both_families(
         names = ("::1", "127.0.0.1") if host == "localhost" else (host,)
         return [each for name in names for each in look_up(name, *about, **more)]
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = own_fleet.free_port()
     monkeypatch.setattr(socket, "getaddrinfo", both)
     answer("localhost", port, 0, 1, PREFILL)
     until(lambda: sources.ensure(f"127.0.0.1:{port}"), 30.0)
 
 
-def test_the_first_dp_rank_answers_for_all_once_all_have_started(sources: Sources) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_the_first_dp_rank_answers_for_all_once_all_have_started(sources: Sources, own_fleet: Fleet) -> None:
+    port = own_fleet.free_port()
     address = f"127.0.0.1:{port}"
 
     def start(dp_rank: int) -> None:
