@@ -52,7 +52,7 @@ def planning(before: Callable[[], object] | None = None) -> Iterator[tuple[subpr
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_during_planning_leaves_no_folder(number: signal.Signals) -> None:
-    with planning() as (first, folder, _):
+    with planning(lambda: signal.signal(number, signal.SIG_DFL)) as (first, folder, _):
         first.send_signal(number)
         assert first.wait(30) == 128 + number
         assert not folder.exists()
