@@ -201,6 +201,7 @@ def test_a_daemon_of_a_large_fleet_is_asked_on_one_connection(monkeypatch: pytes
     """The server has 120 addresses of this host, each a daemon to the proxy, which asks each of them every 3.75 s."""
     monkeypatch.setattr("kvferry.proxy.fleet.PATIENCE_S", 60.0)  # a call that is given up ends its connection
     monkeypatch.setattr("kvferry.proxy.exchange.ABORT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("kvferry.router.KEPT_S", 600.0)  # so does a long pause, on a machine that stands still
     asked: defaultdict[str, list[int]] = defaultdict(list)
     count, twice, app = 120, threading.Event(), FastAPI()
 
@@ -212,7 +213,7 @@ def test_a_daemon_of_a_large_fleet_is_asked_on_one_connection(monkeypatch: pytes
             twice.set()
         return Response(status_code=404)
 
-    with served(app, "0.0.0.0", timeout_keep_alive=60) as server:
+    with served(app, "0.0.0.0", timeout_keep_alive=600) as server:
         port = httpx.URL(server).port
         daemons = tuple(f"http://127.0.0.{1 + i}:{port}" for i in range(count))
         engines = {"prefill": (Endpoint("http://127.0.0.1:1"),), "decode": (Endpoint("http://127.0.0.1:2", daemons),)}
