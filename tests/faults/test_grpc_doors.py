@@ -56,8 +56,9 @@ async def test_nobody_takes_a_place_by_watching_the_daemons_health(daemon: Daemo
     """Without proof, and for as long as he likes: it never changes."""
     for target in (f"unix:{daemon.socket}", daemon.peer):
         async with grpc.aio.insecure_channel(target) as channel:
+            watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=2).read()
+                await watching.read()
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
