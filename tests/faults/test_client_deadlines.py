@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from lives import TP1, engine_on, published
 from ranks import Blocks, TestEngine
 
+from kvferry import engine as engine_module
 from kvferry.blocking import BlockingEngineClient
 from kvferry.engine import EngineClient, TransferFailed, Unsettled
 from kvferry.errors import KvferryError
@@ -129,6 +130,8 @@ async def test_a_receive_whose_deadline_an_order_has_moved_is_not_given_up(
     daemons: Daemons, stack: AsyncExitStack, engine: TestEngine, monkeypatch: pytest.MonkeyPatch, request_id: str
 ) -> None:
     """The daemon keeps the deadline: while it answers, the client waits for its word."""
+    for name in ("GRACE_S", "ANSWER_S"):  # the daemon is not silent, and may be slow
+        monkeypatch.setattr(engine_module, name, TIMEOUT_S)
     client, daemon = engine.ranks[0].client, engine.daemons[0]
     (other_daemon,) = await daemons.start("other")
     other, _ = await engine_on(stack, "other", other_daemon)
