@@ -21,8 +21,9 @@ from kvferryd.demo.fleet import DaemonService
 from stopping import stopped
 
 pytestmark = pytest.mark.anyio
-TOKENS, DEADLINE_MS, ENDS_S = 40, 3000, 15.0
-"""ENDS_S: the longest wait for the end; without a deadline of its own such a transfer stayed for a minute or more."""
+TOKENS, DEADLINE_MS, ENDS_S = 40, 8000, 30.0
+"""DEADLINE_MS: enough for the rank that is not stopped, whose daemon may get no processor for a while. ENDS_S: the
+longest wait for the end; without a deadline of its own such a transfer stayed for a minute or more."""
 PATIENT: dict[str, object] = {
     "kvferry.rpc.PEER_OPTIONS[:]": [
         *(each for each in PEER_OPTIONS if "timeout" not in each[0]),
