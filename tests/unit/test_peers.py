@@ -213,6 +213,32 @@ def test_it_reads_so_much_of_what_another_version_has_written(opened: Callable[[
     assert len(known.readers) == HAD
 
 
+async def test_a_daemon_that_stops_in_mid_handshake_leaves_to_the_next_one_whom_it_had_met(
+    opened: Callable[[], File], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its meeting has let go of everybody by the time that the handshake is over."""
+    Remembered(opened()).put("own", met=MET)
+    peers, began = Peers(Config(), Metrics(), remembered=Remembered(opened())), asyncio.Event()
+
+    async def at_once() -> None:
+        pass
+
+    async def named(*_: Any) -> tuple[Any, dict[int, str]]:
+        return SimpleNamespace(let_go=lambda: None, manifest=SimpleNamespace(engine_id="a")), {0: "h:1"}
+
+    async def hangs(*_: Any) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(peers._handshakes.screen, "prepare", at_once)
+    monkeypatch.setattr(peers._introductions, "ask", named)
+    monkeypatch.setattr(peers._handshakes, "shake", hangs)
+    peers.expect(Own())  # type: ignore[arg-type]
+    await asyncio.wait_for(began.wait(), 60)
+    await peers.close()
+    assert Remembered(opened()).of("own").met == MET
+
+
 def test_a_file_that_cannot_be_written_harms_nobody() -> None:
     ours = Remembered(File(os.open("/dev/null", os.O_RDONLY)))
     ours.put("reader", met=MET)

@@ -63,6 +63,8 @@ class Meeting:
         self._callers = itertools.count(1)
         self._timer = Timer(lambda: self.on(e.Tick()))
         self._taken_over_at = 0.0
+        self.over = False
+        """Our engine has ended."""
 
     def __iter__(self) -> Iterator[PeerEngine]:
         """The known peers."""
@@ -147,6 +149,7 @@ class Meeting:
 
     async def end(self, why: KvferryError) -> None:
         """Our engine ends, its agent with it."""
+        self.over = True
         self.on(e.Shut(why))
         await self._naming.end()
         with contextlib.suppress(TimeoutError):
@@ -332,7 +335,8 @@ class Peers:
 
     def _on_shaken(self, meeting: Meeting) -> None:
         self._prepare()
-        self._remembered.put(meeting.engine.engine_id, met=meeting.machine.wanted.had)
+        if not meeting.over:  # its end lets go of everybody whom the next daemon is to meet
+            self._remembered.put(meeting.engine.engine_id, met=meeting.machine.wanted.had)
 
     async def renew(self) -> None:
         """Shake hands anew with everybody, by what proves us now. Transfers under way go on where they read."""
