@@ -151,7 +151,7 @@ def _peer(it: Peers, event: Any) -> str:
 def _engine(it: Peers, event: Any) -> str:
     known = it.known(event.engine_id)
     owned = "owned" if event.engine_id in it._homes else "none"
-    return "shut" if it._over is not None else owned if known is None else "lost" if known.lost else "known"
+    return "shut" if it.over is not None else owned if known is None else "lost" if known.lost else "known"
 
 
 def _joining(it: Joinings, event: Any) -> str:

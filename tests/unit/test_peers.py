@@ -19,6 +19,7 @@ from alone import first_of
 from stepped import Daemon, manifest_of
 from stepwise import World
 
+from kvferry.errors import Unavailable
 from kvferry.file import File
 from kvferry.protocol.peers_wanted import GONE_S, HAD
 from kvferry.protocol.values import ReaderId
@@ -233,8 +234,12 @@ async def test_a_daemon_that_stops_in_mid_handshake_leaves_to_the_next_one_whom_
     monkeypatch.setattr(peers._handshakes.screen, "prepare", at_once)
     monkeypatch.setattr(peers._introductions, "ask", named)
     monkeypatch.setattr(peers._handshakes, "shake", hangs)
-    peers.expect(Own())  # type: ignore[arg-type]
+    own = Own()
+    peers.expect(own)  # type: ignore[arg-type]
     await asyncio.wait_for(began.wait(), 60)
+    await peers.of(own).end(Unavailable("engine_gone", "it stops"))  # type: ignore[arg-type]
+    assert Remembered(opened()).of("own").met == MET
+    peers.unbind("another")
     await peers.close()
     assert Remembered(opened()).of("own").met == MET
 

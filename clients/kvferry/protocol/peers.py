@@ -49,7 +49,8 @@ class Peers:
         self._loaded: dict[int, Peer] = {}
         """Peers that are known, and peers that are forgotten and still used."""
         self._askings, self._homes, self.wanted = Askings(within_s), Homes(), Wanted()
-        self._over: KvferryError | None = None
+        self.over: KvferryError | None = None
+        """The end of our engine: nobody is known or wanted any more."""
 
     def __iter__(self) -> Iterator[Peer]:
         """The known peers."""
@@ -136,17 +137,17 @@ class Peers:
             case e.Lost(number):
                 return self._lose(number, now)
             case e.Want(addresses):
-                self.wanted.want(() if self._over else addresses)
+                self.wanted.want(() if self.over else addresses)
                 for number in self.wanted.named:
                     self._loaded[number].used_at = now
                 return []
             case e.Had(places):
-                self.wanted.take_over(() if self._over else places)
+                self.wanted.take_over(() if self.over else places)
                 return []
             case e.Named(place, engine_id, at):
-                return [] if self._over else self._get(e.Get(place, engine_id, at, ordered=False), now)
+                return [] if self.over else self._get(e.Get(place, engine_id, at, ordered=False), now)
             case e.Unnamed(place, why):
-                return [] if self._over else [e.Refused(place, why)]
+                return [] if self.over else [e.Refused(place, why)]
             case e.Tick():
                 return [effect for late in self._askings.end_late(now) for effect in self._give_up(late, now)]
             case e.Shut(why):
@@ -157,8 +158,8 @@ class Peers:
     # ---- those who want a peer ----
 
     def _get(self, wanted: e.Get, now: float) -> Effects:
-        if self._over is not None:
-            return [e.Refused(wanted.asker, self._over.kept())]
+        if self.over is not None:
+            return [e.Refused(wanted.asker, self.over.kept())]
         if wanted.engine_id == self.engine_id:
             why, remedy = (
                 f"engine {self.engine_id} is to read from itself",
@@ -290,7 +291,7 @@ class Peers:
         return [e.Unload(peer.number)]
 
     def _shut(self, why: KvferryError) -> Effects:
-        self._over, effects = why, Effects()
+        self.over, effects = why, Effects()
         for asking in self._askings.end_all():
             effects += [e.Stop(asking.number), e.Shaken(asking.number, why)]
             effects += [e.Refused(asker, why.kept()) for asker in asking.waiting if isinstance(asker, int)]
@@ -313,7 +314,7 @@ class Peers:
         assert self.wanted.named <= {peer.number for peer in self if not peer.lost}
         self._askings.check()
         self.wanted.check()
-        assert self._over is None or not any(self._askings.sizes().values()), "our engine has ended, and somebody waits"
+        assert self.over is None or not any(self._askings.sizes().values()), "our engine has ended, and somebody waits"
 
     def sizes(self) -> Sizes:
         addresses = sum(len(peer.addresses) for peer in self._loaded.values())

@@ -63,8 +63,6 @@ class Meeting:
         self._callers = itertools.count(1)
         self._timer = Timer(lambda: self.on(e.Tick()))
         self._taken_over_at = 0.0
-        self.over = False
-        """Our engine has ended."""
 
     def __iter__(self) -> Iterator[PeerEngine]:
         """The known peers."""
@@ -149,7 +147,6 @@ class Meeting:
 
     async def end(self, why: KvferryError) -> None:
         """Our engine ends, its agent with it."""
-        self.over = True
         self.on(e.Shut(why))
         await self._naming.end()
         with contextlib.suppress(TimeoutError):
@@ -335,7 +332,11 @@ class Peers:
 
     def _on_shaken(self, meeting: Meeting) -> None:
         self._prepare()
-        if not meeting.over:  # its end lets go of everybody whom the next daemon is to meet
+        self._remember(meeting)
+
+    def _remember(self, meeting: Meeting) -> None:
+        """Whom our engine has met, for the next daemon. The end of the meeting lets go of everybody."""
+        if meeting.machine.over is None:
             self._remembered.put(meeting.engine.engine_id, met=meeting.machine.wanted.had)
 
     async def renew(self) -> None:
@@ -363,7 +364,7 @@ class Peers:
         bound = any(meeting.machine.is_bound(engine_id) for meeting in self._of.values())
         for meeting in self._of.values():  # a meeting that has lost it may look for it still
             meeting.on(e.Unbind(engine_id))
-            self._remembered.put(meeting.engine.engine_id, met=meeting.machine.wanted.had)
+            self._remember(meeting)
         return bound
 
     async def forget_engine(self, engine: Engine) -> None:
