@@ -964,24 +964,23 @@ def a_service_shows_prometheus_every_daemon_and_engine(cluster: Cluster) -> Iter
         yield "not every pod has an endpoint"
     if cluster.of("PodMonitor"):
         yield "a PodMonitor needs the operator"
-    for engine in cluster.engines:
-        if not matches(spec["selector"], engine.labels):
-            yield f"{engine.name} is not in the Service of metrics"
-        for container, port in [
-            (engine.engine, 8000),
-            *((one, port_of(variable(one, "KVFERRY_REST"))) for one in engine.daemons),
-        ]:
-            shown = [one for one in spec["ports"] if container_port(container, one["targetPort"]) == port]
-            if [one["port"] for one in shown] != [port]:
-                yield f"{engine.name}: nobody reads {container['name']}'s metrics"
-            if not _prometheus_reaches(cluster, port):
-                yield f"{engine.name}: Prometheus does not reach {port}"
-    for name, template in cluster.pods:
-        for container, port in _of_daemons(template["spec"]):
-            if not matches(spec["selector"], template["metadata"]["labels"]) or not any(
-                container_port(container, one["targetPort"]) == port for one in spec["ports"]
-            ):
-                yield f"{name}: nobody reads the metrics of the daemon at port {port}"
+    served = [
+        *((each.name, each.labels, each.engine, 8000) for each in cluster.engines),
+        *((each.name, each.labels, one, port_of(variable(one, "KVFERRY_REST"))) for each, one in daemons(cluster)),
+        *(
+            (name, template["metadata"]["labels"], *of_daemon)
+            for name, template in cluster.pods
+            for of_daemon in _of_daemons(template["spec"])
+        ),
+    ]
+    for name, labels, container, port in served:
+        if not matches(spec["selector"], labels):
+            yield f"{name} is not in the Service of metrics"
+        shown = [one for one in spec["ports"] if container_port(container, one["targetPort"]) == port]
+        if [one["port"] for one in shown] != [port]:
+            yield f"{name}: nobody reads the metrics of {container['name']} at {port}"
+        if not _prometheus_reaches(cluster, port):
+            yield f"{name}: Prometheus does not reach {port}"
 
 
 def _of_daemons(pod: Resource) -> Iterator[tuple[Resource, int]]:

@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,21 @@ pytestmark = pytest.mark.anyio
 # ---- peers that the settings name, where they do not answer or cannot be looked up ----
 
 
+@asynccontextmanager
+async def looked_for(*addresses: str) -> AsyncIterator[KnownPeers]:
+    """The settings name them."""
+    config = Config(known_peers=addresses, allow_peers=("pod*",))
+    peers = Peers(config, Metrics())
+    known = KnownPeers(config, peers, list)
+    running = asyncio.create_task(known.run())
+    try:
+        yield known
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await peers.close()
+
+
 async def test_a_name_whose_lookup_hangs_takes_one_thread_and_keeps_no_other_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -58,20 +74,14 @@ async def test_a_name_whose_lookup_hangs_takes_one_thread_and_keeps_no_other_wai
 
     monkeypatch.setattr(socket, "getaddrinfo", looked_up)
     monkeypatch.setattr(known_peers, "SOON_S", 0.01)
-    config = Config(known_peers=("pod-silent:7411", "pod-0:7411"), allow_peers=("pod-*",))
-    peers = Peers(config, Metrics())
-    known = KnownPeers(config, peers, list)
-    running = asyncio.create_task(known.run())
-    try:
-        for _ in range(2 * known_peers.LOOKUPS):
-            assert await asyncio.to_thread(others.acquire, timeout=60)
-            known.look()
-        assert len(hanging) == 1
-    finally:
-        answered.set()
-        running.cancel()
-        await asyncio.wait([running])
-        await peers.close()
+    async with looked_for("pod-silent:7411", "pod-0:7411") as known:
+        try:
+            for _ in range(2 * known_peers.LOOKUPS):
+                assert await asyncio.to_thread(others.acquire, timeout=60)
+                known.look()
+            assert len(hanging) == 1
+        finally:
+            answered.set()
 
 
 async def test_names_that_cannot_be_looked_up_keep_no_other_work_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,19 +93,14 @@ async def test_names_that_cannot_be_looked_up_keep_no_other_work_waiting(monkeyp
         raise OSError("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
-    config = Config(known_peers=tuple(f"pod-{number}:7411" for number in range(64)), allow_peers=("pod-*",))
-    peers = Peers(config, Metrics())
-    running = asyncio.create_task(KnownPeers(config, peers, list).run())
-    try:
-        async with asyncio.timeout(60):
-            while not asked.acquire(blocking=False):  # noqa: ASYNC110  a thread tells
-                await asyncio.sleep(0.01)
-            await asyncio.to_thread(int)
-    finally:
-        answered.set()
-        running.cancel()
-        await asyncio.wait([running])
-        await peers.close()
+    async with looked_for(*(f"pod-{number}:7411" for number in range(64))):
+        try:
+            async with asyncio.timeout(60):
+                while not asked.acquire(blocking=False):  # noqa: ASYNC110  a thread tells
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(int)
+        finally:
+            answered.set()
 
 
 async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,18 +111,10 @@ async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(socket, "getaddrinfo", fails)
-    config = Config(known_peers=("pod:7411",), allow_peers=("pod",))
-    peers = Peers(config, Metrics())
-    known = KnownPeers(config, peers, list)
-    running = asyncio.create_task(known.run())
-    try:
+    async with looked_for("pod:7411") as known:
         for _ in range(2):
             known.look()
             assert await asyncio.to_thread(asked.acquire, timeout=60)
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-        await peers.close()
 
 
 # ---- peers that the daemon before has noted are read with suspicion ----

@@ -205,7 +205,7 @@ async def unanswered(url: str) -> DaemonError:
 
 def test_nobody_there_is_daemon_unreachable() -> None:
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # nobody else listens there meanwhile
+        held.bind(("127.0.0.1", 0))  # another process cannot listen there meanwhile
         error = asyncio.run(unanswered(f"http://127.0.0.1:{held.getsockname()[1]}"))
     assert (error.code, error.status) == ("daemon_unreachable", 0)
     assert "kvferry serve" in error.remedy

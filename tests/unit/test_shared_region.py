@@ -89,7 +89,7 @@ def descriptors_of(file: os.stat_result) -> int:
     """How many this process has of one file. Other threads open and close others at any time."""
     same = 0
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # of the folder itself, for one, or closed meanwhile
+        with suppress(OSError):  # closed meanwhile, as the folder's own is
             same += os.path.samestat(os.stat(descriptor), file)
     return same
 

@@ -44,7 +44,9 @@ def leave(folder: Path) -> None:
     with suppress(FileNotFoundError):
         for record in map(Path, (folder / NOTED).read_text().splitlines()):
             with suppress(KvferryError, OSError), _lock(record):
-                for path in filter(is_dead, NodeDir(record.parent).beside(record.stem)):  # of daemons that were killed
+                for path in filter(
+                    is_dead, NodeDir(record.parent).beside(record.stem)
+                ):  # daemons that were killed left them
                     path.unlink(missing_ok=True)
                 for suffix in (".sock", f".sock{SUFFIX}", ".json"):
                     record.with_suffix(suffix).unlink(missing_ok=True)
